@@ -282,15 +282,12 @@ def table(breakdown: Breakdown) -> str:
 
 
 def rank_table(ranks: Sequence[Breakdown]) -> str:
-    """One line for each rank; for many ranks, only the slowest ones and the fastest."""
+    """One line for each of the slowest ranks."""
     rows = [["rank", "ms a step", "own work", "communication", "data wait"]]
-    slowest = sorted(ranks, key=lambda r: -r.work_per_step)
-    listed = ranks if len(ranks) <= ROWS else sorted([*slowest[: ROWS - 1], slowest[-1]], key=lambda r: r.rank)
-    for r in listed:
+    slowest = sorted(ranks, key=lambda r: -r.work_per_step)[:ROWS]
+    for r in sorted(slowest, key=lambda r: r.rank):
         times = (r.per_step(r.total), r.work_per_step, r.phase_per_step(COMMUNICATION), r.phase_per_step(DATA))
         rows.append([str(r.rank), *map(_ms, times)])
-    if len(listed) < len(ranks):
-        rows.append([f"and {len(ranks) - len(listed)} more", "", "", "", ""])
     return "\n".join(columns(rows))
 
 
@@ -315,27 +312,15 @@ def sentences(breakdown: Breakdown, ranks: Sequence[Breakdown] = (), workers: in
             idlest=_phase_name(max(breakdown.idle, key=breakdown.idle.__getitem__, default=OTHER)),
         )
         result.append(" ".join(sentence.split()))
-    return result + slowest_rank(ranks)
-
-
-def slowest_rank(ranks: Sequence[Breakdown]) -> list[str]:
-    """A sentence that names the rank for which the others wait, if there is one."""
-    if not ranks:
-        return []
-    slow, fast = max(ranks, key=lambda r: r.work_per_step), min(ranks, key=lambda r: r.work_per_step)
+    by_work = sorted(ranks, key=lambda r: r.work_per_step) or [breakdown]
+    fast, slow = by_work[0], by_work[-1]
     difference = slow.work_per_step - fast.work_per_step
-    if difference < max(1, DIFFERENCE * slow.per_step(slow.total)):
-        return []
-    by_loader = slow.phase_per_step(DATA) - fast.phase_per_step(DATA) > difference / 2
-    work = f"{ms(slow.work_per_step)} of its own work a step, rank {fast.rank} only {ms(fast.work_per_step)}"
-    return [f"Rank {slow.rank} is the slowest{' (its loader)' if by_loader else ''}: {work}: the others wait for it."]
-
-
-def durations(steps: Sequence[int]) -> str:
-    """``"3 steps of 90.8 ms to 92.0 ms"``."""
-    if len(steps) == 1:
-        return f"1 step of {ms(steps[0])}"
-    return f"{len(steps)} steps of {ms(min(steps))} to {ms(max(steps))}"
+    if difference >= max(1, DIFFERENCE * slow.per_step(slow.total)):
+        by_loader = slow.phase_per_step(DATA) - fast.phase_per_step(DATA) > difference / 2
+        work = f"{ms(slow.work_per_step)} of its own work a step, rank {fast.rank} only {ms(fast.work_per_step)}"
+        loader = " (its loader)" if by_loader else ""
+        result.append(f"Rank {slow.rank} is the slowest{loader}: {work}: the others wait for it.")
+    return result
 
 
 def ms(ns: float) -> str:

@@ -9,20 +9,19 @@ import os
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from ..base import env
-from ..base.dtensor import local
 from ..base.parts import Part
-from ..base.units import size
 from ..distributed.mailbox import Mailbox
 from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
@@ -32,8 +31,8 @@ from .breakdown import BACKWARD, COMMUNICATION, DATA, FORWARD, NO_GRAD, OPTIMIZE
 
 logger = get_logger(__name__)
 
-# Without ProfileKwargs the first five steps are recorded. The first two are slower, and count only where none follows.
-WARMUP, LAST = 2, 4
+# Without ProfileKwargs these first steps are recorded. The first two are slower, and count only where none follows.
+WARMUP, STEPS = 2, 5
 QUIET = "99"  # kineto's level of messages; by default it writes two lines a recording
 AS_TORCH = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 NAME_FOLDER = "name a folder with ProfileKwargs(output_trace_dir=...)"
@@ -63,15 +62,20 @@ class Profile(torch.profiler.profile):
     def __init__(self, run: Any, options: ProfileKwargs | None = None) -> None:
         self._run, self._world, self._prepared = run, run.world, run.prepared
         self._automatic = options is None
-        options = options or ProfileKwargs(profile_memory=True)
+        options = options or ProfileKwargs(profile_memory=True, schedule_option={"active": STEPS, "repeat": 1})
         self._output, self._project = options.output_trace_dir, run.project.project_dir
-        schedule: Any = _first_steps if self._automatic else None
+        schedule: Any = None
+        self._last_step = math.inf  # that is recorded
         if options.schedule_option is not None:
-            schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **options.schedule_option})
+            cycle = {"wait": 0, "warmup": 0, "repeat": 0, "skip_first": 0, **options.schedule_option}
+            with warnings.catch_warnings(action="ignore"):  # that steps without a warm-up are slower
+                schedule = torch.profiler.schedule(**cycle)
+            if cycle["repeat"]:
+                steps = cycle["repeat"] * (cycle["wait"] + cycle["warmup"] + cycle["active"])
+                self._last_step = cycle["skip_first"] + steps - 1
         as_torch = {name: getattr(options, name) for name in AS_TORCH}
         super().__init__(activities=_activities(options), schedule=schedule, **as_torch)
         self.record_steps = True  # without a schedule, too
-        self._last_step = LAST if self._automatic else _last_step(options.schedule_option)
         self._by_hand = self._running = self._failed = False
         self._complete_steps: list[str] = []  # of this cycle
         self._base = 0  # bytes on the device when this cycle began, where torch tells
@@ -83,7 +87,6 @@ class Profile(torch.profiler.profile):
         self._loader_waits = LoaderWaits(lambda: None if self._by_hand else self._next_step())
         self._mailbox: Mailbox | None = None  # the n-th profile of one rank belongs to the n-th of the others
         self._late_ranks: list[int] = []  # ranks that began and did not end in time
-        self._footprint: dict[str, int] = {}
         self._workers: int | None = None
         self.traces: list[Path] = []
         self.breakdown = Breakdown(run.world.rank, str(run.world.device))
@@ -110,7 +113,8 @@ class Profile(torch.profiler.profile):
             self._run.parts.add(self._loader_waits, self._run)
             super().start()
         except BaseException:
-            self._end()
+            self._running = False
+            self._remove_marks()
             raise
 
     def step(self) -> None:
@@ -127,8 +131,8 @@ class Profile(torch.profiler.profile):
             if self._last_cycle is not None:  # a later cycle may have warmed up only
                 self.profiler, self._trace = self._last_cycle
         finally:
-            self._end()
-        self._footprint = footprint(self._prepared)
+            self._running = False
+            self._remove_marks()
         self._workers = max((loader.num_workers for loader in self._prepared.loaders), default=None)
         self.ranks = [self.breakdown]
         if self._mailbox is not None and not self._failed:
@@ -144,10 +148,6 @@ class Profile(torch.profiler.profile):
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._failed = exc_type is not None
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]  # torch's method has no types
-
-    def _end(self) -> None:
-        self._running = False
-        self._remove_marks()
 
     def _remove_marks(self) -> None:
         self._run.parts.remove(self._loader_waits)
@@ -177,10 +177,6 @@ class Profile(torch.profiler.profile):
         super().start_trace()
 
     def _trace_ready(self) -> None:
-        self._add_cycle()
-        super()._trace_ready()
-
-    def _add_cycle(self) -> None:
         """Write the trace of this cycle, and add it to the breakdown."""
         rank = self._world.rank
         try:
@@ -199,6 +195,7 @@ class Profile(torch.profiler.profile):
         if self._complete_steps or not self.breakdown.steps:
             self._incomplete = not self._complete_steps
             self.breakdown.add(recording, self._base if recording.kernels else 0)
+        super()._trace_ready()
 
     def export_chrome_trace(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Export as torch does. A trace that is written already is copied, because torch writes each only once."""
@@ -221,13 +218,13 @@ class Profile(torch.profiler.profile):
             return "profile: nothing was recorded; the block was over before its schedule's active steps"
         subject = f"rank {result.rank} of {world.size}" if world.size > 1 else result.device
         note = ": all that was recorded, for no step in it was complete" if self._incomplete else ""
-        lines = [f"profile of {subject}, {breakdown.durations(result.steps)}{note}", breakdown.table(result)]
+        shortest, longest = breakdown.ms(min(result.steps)), breakdown.ms(max(result.steps))
+        count = len(result.steps)
+        steps = f"1 step of {longest}" if count == 1 else f"{count} steps of {shortest} to {longest}"
+        lines = [f"profile of {subject}, {steps}{note}", breakdown.table(result)]
         if result.peak:
             relative = "beyond what there was when recording began"
             lines.append(f"memory: {f'allocated on {result.device}' if self._peaks_are_absolute else relative}")
-            if self._footprint:
-                sizes = ", ".join(f"{name} {size(number)}" for name, number in self._footprint.items())
-                lines.append(f"there at the end: {sizes}")
         if len(self.ranks) > 1:
             lines += ["", breakdown.rank_table(self.ranks)]
         sentences = breakdown.sentences(result, self.ranks, self._workers)
@@ -238,20 +235,6 @@ class Profile(torch.profiler.profile):
 
 
 # -- what to record ----------------------------------------------------------------------------------------------------
-
-
-def _first_steps(step: int) -> ProfilerAction:
-    if step == LAST:
-        return ProfilerAction.RECORD_AND_SAVE
-    return ProfilerAction.RECORD if step < LAST else ProfilerAction.NONE
-
-
-def _last_step(schedule: Mapping[str, int] | None) -> float:
-    """The last step that is recorded."""
-    if schedule is None or not schedule.get("repeat", 0):
-        return math.inf
-    cycle = schedule.get("wait", 0) + schedule.get("warmup", 0) + schedule["active"]
-    return schedule.get("skip_first", 0) + schedule["repeat"] * cycle - 1
 
 
 def _activities(options: ProfileKwargs) -> list[ProfilerActivity] | None:
@@ -415,26 +398,3 @@ def exchange(mailbox: Mailbox, result: Breakdown, patience: float) -> tuple[list
         late_ranks = [started[i] for i in error.args[0]]
     in_time = [rank for rank in started if rank not in late_ranks]
     return [Breakdown(**json.loads(mailbox.read(f"done/{rank}"))) for rank in in_time], late_ranks
-
-
-@torch.no_grad()
-def footprint(prepared: Any) -> dict[str, int]:
-    """Bytes on this rank of weights (with buffers), fp32 masters, gradients and optimizer states, without zeros."""
-    models = [route.original for route in prepared.models]
-    weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    weight_ids = {id(t) for t in weights}
-    stepped = [p for o in prepared.optimizers for group in o.param_groups for p in group["params"]]
-    states = [state for o in prepared.optimizers for state in o.state.values() if isinstance(state, dict)]
-    tensors_by_name = {
-        "weights": weights,
-        "masters": [p for p in stepped if id(p) not in weight_ids],  # stepped in place of a model's parameters
-        "gradients": [p.grad for model in models for p in model.parameters() if p.grad is not None],
-        "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
-    }
-    sizes = {}
-    for name, tensors in tensors_by_name.items():
-        shards = [shard for tensor in tensors if not (shard := local(tensor)).is_meta]
-        storages = [shard.untyped_storage() for shard in shards if shard.layout is torch.strided]
-        if total := sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()):  # each once
-            sizes[name] = total
-    return sizes

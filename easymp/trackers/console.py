@@ -36,10 +36,6 @@ logger = get_logger(__name__)
 INTERVAL, FIRST_INTERVAL = 30.0, 5.0  # seconds between two lines of a log file
 REDRAW = 0.25  # seconds between two states of the line on a terminal
 WINDOW = 10.0  # seconds over which rates are taken on a terminal
-UNFINISHED = 2.0  # seconds for which a line that the script has not ended (a prompt, dots) stays the last one
-GAP = "  "
-
-Segment = tuple[int, str]  # a text of the line; on narrow terminals those with the largest number go first
 
 
 class Mark(NamedTuple):
@@ -164,64 +160,55 @@ class Console(Part):
         """Show the last mark, with rates since another one."""
         mark, first = self._marks[-1], self._first or since
         position = self._progress.position(mark.updates)
+        texts = []
+        if self.run.window.epochs is not None:
+            epoch, count = self.run.window.epochs
+            texts.append(f"epoch {epoch + 1}/{count}")
+        elif self._progress.epoch is not None:
+            texts.append(f"epoch {self._progress.epoch + 1}")
+        of_all = f"/{position.total:,}" if position.total and position.of_run else ""
+        texts += [f"step {mark.updates:,}{of_all}", *self._values(), *self._rates(since, mark)]
         seconds, updates = mark.time - first.time, mark.updates - first.updates
-        segments = [*self._steps(mark.updates, position), *self._values(), *self._rates(since, mark)]
         if is_final:
-            segments.append((1, f"{duration(seconds)} in all"))
+            texts.append(f"{duration(seconds)} in all")
         elif position.total is not None and updates:
             remaining = duration(seconds * (position.total - position.updates) / updates)
-            segments.append((1, f"{remaining} left{'' if position.of_run else ' of this epoch'}"))
+            texts.append(f"{remaining} left{'' if position.of_run else ' of this epoch'}")
         notebook = type(sys.stderr).__module__.startswith("ipykernel")
         if self._bar is None and (notebook or is_terminal(sys.stderr)):
             self._bar = Bar(sys.stderr)
         if self._bar is not None:
-            self._bar.show(segments, position)
+            self._bar.show("  ".join(texts), position)
         else:
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')}{GAP}{fitted(segments)}\n")
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')}  {'  '.join(texts)}\n")
             sys.stderr.flush()
 
-    def _steps(self, updates: int, position: Position) -> Iterator[Segment]:
-        epochs, epoch = self.run.window.epochs, self._progress.epoch
-        if epochs is not None:
-            yield 1, f"epoch {epochs[0] + 1}/{epochs[1]}"
-        elif epoch is not None:
-            yield 1, f"epoch {epoch + 1}"
-        yield 0, f"step {updates:,}" + (f"/{position.total:,}" if position.total and position.of_run else "")
-
-    def _values(self) -> Iterator[Segment]:
+    def _values(self) -> Iterator[str]:
         """The logged values, and the loss and the learning rate where the script logs none."""
         values = {name: value for name, value in self._measured.items() if name == "loss" and not self._logs_loss}
         values |= self._logged
         if "lr" in self._measured and "learning_rate" not in values:
             values.setdefault("lr", self._measured["lr"])
-        for priority, (name, value) in enumerate(values.items(), 2):
-            yield priority, f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in values.items():
+            yield f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
-    def _rates(self, since: Mark, mark: Mark) -> Iterator[Segment]:
+    def _rates(self, since: Mark, mark: Mark) -> Iterator[str]:
         seconds = mark.time - since.time
         if mark.updates > since.updates and seconds > 0:
-            yield 4, f"{rate((mark.updates - since.updates) / seconds)} updates/s"
+            yield f"{rate((mark.updates - since.updates) / seconds)} updates/s"
             if mark.tokens > since.tokens:
-                yield 3, f"{rate((mark.tokens - since.tokens) / seconds)} tokens/s"
+                yield f"{rate((mark.tokens - since.tokens) / seconds)} tokens/s"
             elif mark.samples and since.samples is not None:
-                yield 3, f"{rate((mark.samples - since.samples) / seconds)} samples/s"
+                yield f"{rate((mark.samples - since.samples) / seconds)} samples/s"
         device = self.run.world.device
         module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         on_device = hasattr(module, "max_memory_allocated")
         memory = module.max_memory_allocated(device) if on_device else psutil.Process().memory_info().rss
-        yield 5, f"memory {size(memory)}"
+        yield f"memory {size(memory)}"
 
 
 def is_terminal(stream: Any) -> bool:
     return bool(getattr(stream, "isatty", bool)())  # a script's own stream may have `write` only
-
-
-def fitted(segments: Sequence[Segment], columns: float = math.inf) -> str:
-    """The texts that fit `columns`, in their order."""
-    fitting = list(segments)
-    while len(fitting) > 1 and sum(len(text) + len(GAP) for _, text in fitting) > columns:
-        fitting.remove(max(fitting))
-    return GAP.join(text for _, text in fitting)
 
 
 class Bar:
@@ -233,37 +220,27 @@ class Bar:
         # Without tqdm's thread, which redraws bars that stand still; on the last line, even beside an earlier run's.
         kind = type("Line", (tqdm,), {"monitor_interval": 0})
         self._bar = kind(file=stream, dynamic_ncols=True, bar_format="{desc}", leave=True, position=0)
-        self._visible = True
-        self._unfinished = 0.0  # when the script has written a part of a line
-        self._write, self._undo = stream.write, ExitStack()
+        self._stream, self._visible, self._ends_line, self._undo = stream, True, True, ExitStack()
         outputs: set[Any] = {sys.stdout, sys.stderr}
         for output in outputs:
             if is_terminal(output):
                 self._undo.callback(setattr, output, "write", output.write)
-                output.write = partial(self._write_aside, output.write)
+                output.write = partial(self._write_above, output.write)
 
-    def _write_aside(self, write: Callable[[str], int], text: str) -> int:
-        """Write the script's `text`, after clearing the line; an error leaves the line above."""
-        if not text.startswith(("\r", "\x1b")):  # which begin a bar of the script's: tqdm keeps them apart
-            if failing() and self._visible:
-                write("\n")
-            elif not failing() and not self._unfinished:
-                self._write("\r\x1b[K")  # also what a longer bar of the script's has left
-            self._visible = False
-            self._unfinished = 0.0 if text.endswith("\n") else time.monotonic()
+    def _write_above(self, write: Callable[[str], int], text: str) -> int:
+        if not text.startswith(("\r", "\x1b")):  # which begin what bars write
+            if self._ends_line:
+                self._bar.clear()
+            self._visible, self._ends_line = False, text.endswith("\n")
         return write(text)
 
-    def show(self, segments: Sequence[Segment], position: Position) -> None:
-        if self._unfinished:
-            if time.monotonic() - self._unfinished < UNFINISHED:
-                return
-            self._write("\n")
-            self._unfinished = 0.0
+    def show(self, text: str, position: Position) -> None:
+        if not self._ends_line:  # the script has written dots, or a prompt
+            self._stream.write("\n")
         bar = self._bar
         bar.n, bar.total = position.updates, position.total
         bar.bar_format = "{percentage:3.0f}%|{bar:10}| {desc}" if position.total else "{desc}"
-        columns = bar.format_dict["ncols"]
-        bar.set_description_str(fitted(segments, columns - 18) if columns else fitted(segments))
+        bar.set_description_str(text)
         self._visible = True
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Logbook(Part):
         self._reported: set[str] = set()
         self._lost_rows: dict[str, int] = {}
 
-    # -- calls of the Accelerator --------------------------------------------------------------------------------------
+    # -- calls of the Accelerator
 
     def describe(self, project_name: str, config: Any, init_kwargs: Options) -> None:
         """Set the run's name, its hyperparameters, and further options of trackers."""
@@ -248,8 +248,14 @@ class Logbook(Part):
         if self._trackers is None:
             self._trackers = {}
             for name in self._names_with_rows:
+                options = self._options.get(name, {})
                 try:
-                    self._trackers[name] = self._start(name, self._create(name))
+                    if name in self.script_trackers:
+                        tracker: Any = ScriptTracker(name, self.script_trackers[name], options)
+                    else:
+                        kind = getattr(imported(f".{name}", __package__), TRACKERS[name].kind)
+                        tracker = kind(self._folder, options)
+                    self._trackers[name] = self._start(name, tracker)
                 except EasympError as error:  # raised once the other trackers have their rows
                     self._failure = error
             # Registered last, so that it runs before what trackers registered, such as wandb's own end.
@@ -260,12 +266,6 @@ class Logbook(Part):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-    def _create(self, name: str) -> Any:
-        options = self._options.get(name, {})
-        if name in self.script_trackers:
-            return ScriptTracker(name, self.script_trackers[name], options)
-        return getattr(imported(f".{name}", __package__), TRACKERS[name].kind)(self._folder, options)
 
     def _start(self, name: str, tracker: Any) -> Any:
         plan = self.run.plan

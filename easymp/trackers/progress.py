@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 
@@ -52,9 +53,15 @@ class Progress:
 
     def position(self, updates: int) -> Position:
         """The position after `updates`, as far as ``accelerator.epochs(n)`` and the loader's length tell."""
-        of_pass, epochs = self._updates_of_pass(updates), self._window.epochs
-        if of_pass is not None:
-            updates_in_pass, length = of_pass
+        loader, accumulation, epochs = self._loader, self._window.accumulation, self._window.epochs
+        length = None
+        with suppress(TypeError):  # no loader, or one without a length
+            length = -(-len(loader) // accumulation)
+        if length is not None:
+            updates_in_pass = updates - self._updates_before
+            if loader.total_batch_size:  # also after a resume inside a pass
+                batches = -(-self._loader_position() // loader.total_batch_size)
+                updates_in_pass = -(-batches // accumulation)
             if epochs is None:
                 return Position(updates_in_pass, length, of_run=False)
             epoch, count = epochs
@@ -73,15 +80,3 @@ class Progress:
             before, self._sample_position = self._sample_position, self._loader_position()
             if self.samples is not None:
                 self.samples += self._sample_position - before
-
-    def _updates_of_pass(self, updates: int) -> tuple[int, int] | None:
-        """Updates made in the pass of the loader, and in a whole one; None without a loader that has a length."""
-        loader, accumulation = self._loader, self._window.accumulation
-        try:
-            length = -(-len(loader) // accumulation)
-        except TypeError:
-            return None
-        if not loader.total_batch_size:
-            return updates - self._updates_before, length
-        batches = -(-self._loader_position() // loader.total_batch_size)  # also after a resume inside a pass
-        return -(-batches // accumulation), length

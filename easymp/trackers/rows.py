@@ -115,19 +115,23 @@ def checked_images(images: Any, convert: bool = True) -> tuple[Any, str]:
     is_list = isinstance(images, (list, tuple))
     batch = images if is_list else [images]
     arrays: list[Any] = [image if isinstance(image, Tensor) else np.asarray(image) for image in batch]
-    shapes, kinds = {tuple(array.shape) for array in arrays}, {_kind(array) for array in arrays}
-    if len(shapes) != 1 or kinds not in ({"uint8"}, {"float"}):
-        dtypes = sorted({str(array.dtype) for array in arrays})
-        problem = f"of shapes {sorted(shapes)} and dtypes {dtypes}" if arrays else "empty"
+    shapes = {tuple(array.shape) for array in arrays}
+    dtypes = {str(array.dtype).removeprefix("torch.") for array in arrays}
+    are_floats = all("float" in name or name == "bool" for name in dtypes)
+    if len(shapes) != 1 or not (are_floats or dtypes == {"uint8"}):
+        problem = f"of shapes {sorted(shapes)} and dtypes {sorted(dtypes)}" if arrays else "empty"
         remedy = "pass images of one size, as uint8 or floats in 0 … 1"
         raise SettingError(f"log_images() got images that are {problem}: {remedy}")
     shape = (len(arrays), *shapes.pop()) if is_list else shapes.pop()
     index, channel_axis = _axes(shape, prefers_first=isinstance(arrays[0], Tensor))
     if not convert:
         return None, ""
-    arrays = [_array(array) if isinstance(array, Tensor) else array for array in arrays]
+    for i, array in enumerate(arrays):
+        if isinstance(array, Tensor):
+            tensor = local(array.detach()).cpu()
+            arrays[i] = tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
     batch = np.moveaxis((np.stack(arrays) if is_list else arrays[0])[index], channel_axis, -1)
-    if kinds == {"uint8"}:
+    if not are_floats:
         return np.ascontiguousarray(batch), ""
     numbers = np.nan_to_num(batch.astype(np.float32))
     smallest, largest = numbers.min(), numbers.max()
@@ -137,17 +141,6 @@ def checked_images(images: Any, convert: bool = True) -> tuple[Any, str]:
     if np.isnan(batch).any():
         changes.append("NaN becomes 0")
     return np.round(numbers.clip(0, 1) * 255).astype(np.uint8), " and ".join(changes)
-
-
-def _kind(image: Any) -> str:
-    """The dtype's name, or "float" for all floats and truth values."""
-    name = str(image.dtype).removeprefix("torch.")
-    return "float" if "float" in name or name == "bool" else name
-
-
-def _array(image: Tensor) -> Any:
-    image = local(image.detach()).cpu()
-    return image.float().numpy() if image.is_floating_point() else image.numpy()
 
 
 def _axes(shape: tuple[int, ...], prefers_first: bool) -> tuple[Any, int]:
@@ -174,12 +167,8 @@ def checked_table(columns: Any, rows: Any) -> tuple[list[str], list[list[Any]]]:
     for row in table:
         if len(row) != len(names):
             raise SettingError(f"log_table() got a row of {len(row)} values for {len(names)} columns: {row!r:.200}")
-    return names, [[_cell(name, value) for name, value in zip(names, row)] for row in table]
-
-
-def _cell(column: str, value: Any) -> Any:
-    value = None if value is None else _scalar(column, value)
-    return value.item() if isinstance(value, Tensor) else value
+    cells = [[None if value is None else _scalar(name, value) for name, value in zip(names, row)] for row in table]
+    return names, [[cell.item() if isinstance(cell, Tensor) else cell for cell in row] for row in cells]
 
 
 # -- numbers on their way from the device ------------------------------------------------------------------------------

@@ -263,6 +263,6 @@ def test_ranks_have_a_line_each_and_the_slowest_is_named() -> None:
         "1        100.00    100.00           0.00      40.00",
     ]
     assert "Rank 1 is the slowest (its loader)" in breakdown.sentences(ranks[0], ranks)[-1]
-    assert breakdown.slowest_rank([ranks[0], two_steps(1, forward=55, communication=45)]) == []
+    assert len(breakdown.sentences(ranks[0], [ranks[0], two_steps(1, forward=55, communication=45)])) == 2
     lines = breakdown.rank_table([two_steps(r, forward=100 + r) for r in range(64)]).splitlines()
-    assert len(lines) == 1 + breakdown.ROWS + 1 and lines[1].startswith("0 ") and lines[-2].startswith("63 ")
+    assert [line.split()[0] for line in lines[1:]] == [str(rank) for rank in range(56, 64)]

@@ -269,10 +269,3 @@ def test_the_streams_are_as_before_when_the_run_is_over(tmp_path: Path, monkeypa
         log.removeHandler(handler)
     assert out.getvalue() == "1\n2\n3\n4\n5\n6\n"
     assert err.getvalue().count("said\n") == 6
-
-
-def test_a_narrow_terminal_keeps_the_parts_that_matter() -> None:
-    parts = [(1, "epoch 1/2"), (0, "step 7"), (2, "loss 0.5"), (6, "memory 1 GiB"), (1, "00:10 left")]
-    assert console.fitted(parts) == "epoch 1/2  step 7  loss 0.5  memory 1 GiB  00:10 left"
-    assert console.fitted(parts, 45) == "epoch 1/2  step 7  loss 0.5  00:10 left"
-    assert console.fitted(parts, 3) == "step 7"
