@@ -214,6 +214,8 @@ REMOVED = {
     "--time": COMPARE,
     "--predict": f"{COMPARE}, and easymp estimate counts bytes",
     **dict.fromkeys(("mxfp8", "nvfp4"), "use fp8 or bf16"),
+    **dict.fromkeys(("numa", "--no-numa"), "torchrun --numa-binding=node binds ranks to NUMA nodes; else leave it out"),
+    "--slurm": "sbatch a script as in the guide to Slurm, with srun easymp launch train.py in it",
 }
 # For options of easymp.optim's optimizers, whose names stand elsewhere.
 OPTIMIZER_REMEDY = (

@@ -341,7 +341,6 @@ class Launching:
     )
     wait: float = setting(600.0, "seconds that the machines wait for one another", least=0, most=1e9)
     grace: float = setting(30.0, "seconds in which workers save after a signal", least=0, most=1e9)
-    numa: bool = setting(True, "keep each worker on the cores of one NUMA node, on Linux with several")
 
 
 LAUNCHING: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Launching)}

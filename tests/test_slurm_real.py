@@ -6,6 +6,7 @@ Ranks by srun, launchers by sbatch, and a run that is warned and resumes by itse
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import missing, running
+from .docs.blocks import blocks
 from .site import PATH
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -91,11 +93,13 @@ def test_a_script_that_asks_slurm_itself(cluster, folder):
 
 
 def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, losses):
-    """`easymp launch --slurm submit`, one task on each of two nodes."""
+    """The batch script of docs/guides/launching/slurm.md, one task on each of two nodes."""
     log = folder / "job.log"
-    options = "submit --nodes=2 --time=10 --partition=tests"
-    submitted = cluster.run(*LAUNCH, "--slurm", options, "--processes", "1", "train.py", "job", "wait", cwd=folder)
-    job = submitted.split()[-1]
+    page = Path(ROOT, "docs/guides/launching/slurm.md").read_text(encoding="utf-8")
+    script = next(block.code for block in blocks("slurm.md", page) if block.title == "job.sh")
+    command = f"{shlex.join(LAUNCH)} --processes 1 train.py job wait"
+    (folder / "job.sh").write_text(script.replace("easymp launch --processes 1 train.py", command))
+    job = cluster.run("sbatch", "--nodes=2", "job.sh", cwd=folder).split()[-1]
     cluster.until(lambda: len(lines(log)) > 10, "ten steps are done")
     # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.
     cluster.run("scancel", "--signal=USR1", job)

@@ -12,12 +12,10 @@ from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
     from .accelerators import detect as detect
-    from .accelerators import gpu_nodes as gpu_nodes
-    from .cpu import rank_cores as rank_cores
     from .facts import CPU as CPU
     from .facts import Device as Device
     from .facts import Hardware as Hardware
 
-_HOMES = {"accelerators": ("detect", "gpu_nodes"), "cpu": ("rank_cores",), "facts": ("CPU", "Device", "Hardware")}
+_HOMES = {"accelerators": ("detect",), "facts": ("CPU", "Device", "Hardware")}
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

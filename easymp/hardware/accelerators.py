@@ -184,7 +184,6 @@ class Card(NamedTuple):
     name: str
     capability: tuple[int, int]
     memory: int
-    pci_address: str  # "00000000:3B:00.0"
 
 
 class Driver(NamedTuple):
@@ -251,7 +250,6 @@ def _read_card(nvml: Any, handle: Any) -> Card:
         name=_string(nvml.nvmlDeviceGetName(handle)),
         capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
         memory=memory,
-        pci_address=_string(nvml.nvmlDeviceGetPciInfo(handle).busId),
     )
 
 
@@ -392,21 +390,3 @@ def _detect(use_accelerators: bool, visible_devices: str | None) -> Hardware:
             return Hardware(processor, result.devices, vendor, result.links, (*missing, *result.missing))
         missing.append(result)
     return Hardware(processor, looked_for=tuple(missing))
-
-
-# -- the NUMA nodes of cards -------------------------------------------------------------------------------------------
-
-
-def gpu_nodes(root: Path = ROOT) -> list[int | None]:
-    """The node of each visible accelerator in torch's order; None where it is unknown, as without NVML."""
-    count = max(torch.cuda.device_count(), torch.xpu.device_count())
-    driver = read_nvml() if torch.cuda.device_count() and not torch.version.hip else None
-    if driver is None or len(driver.cards) != count:
-        return [None] * count
-    return [pci_node(card.pci_address, root) for card in driver.cards]
-
-
-def pci_node(address: str, root: Path = ROOT) -> int | None:
-    """The node of the device at a PCI address as NVML has it; None where the kernel says -1, or nothing."""
-    domain, _, slot = address.lower().partition(":")
-    return cpu.number(root / "sys/bus/pci/devices" / f"{int(domain, 16):04x}:{slot}" / "numa_node")

@@ -1,9 +1,4 @@
-"""The processor, as this process may use it: instructions, affinity, limits of control groups, NUMA nodes.
-
-Ranks of a launch get cores of one NUMA node each, so that their memory is on it: with an NVIDIA GPU of the GPU's node,
-else spread evenly or not at all, because a rank with fewer cores would delay the others. torch's own binding
-(torch.numa) needs numactl and a GPU a rank.
-"""
+"""The processor, as this process may use it: instructions, affinity, limits of control groups, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -11,15 +6,12 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from .facts import CPU
 
-Cores = frozenset[int]
 ROOT = Path("/")
 
 # Our names of the instructions, by those of torch.cpu.get_capabilities() and of /proc/cpuinfo.
@@ -35,6 +27,7 @@ def probe(root: Path = ROOT) -> CPU:
     architecture = "x86_64" if machine == "amd64" else machine  # Windows' word
     logical = os.cpu_count() or 1
     total = _total_memory(root)
+    node_lists = root.glob("sys/devices/system/node/node[0-9]*/cpulist")
     # macOS has no affinity.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return CPU(
@@ -42,7 +35,7 @@ def probe(root: Path = ROOT) -> CPU:
         architecture=architecture,
         cores=_physical_cores(root) or logical,
         threads=usable_threads(allowed, cpu_quota(root)),
-        numa_nodes=max(1, sum(bool(text(path)) for path in _core_lists(root))),  # with processors
+        numa_nodes=max(1, sum(bool(text(path)) for path in node_lists)),  # with processors
         memory=min(total, memory_limit(root) or total),
         features=features(root),
     )
@@ -150,54 +143,3 @@ def sysctl(key: str) -> str:
         return subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-# -- NUMA nodes --------------------------------------------------------------------------------------------------------
-
-
-def rank_cores(processes: int, threads: int, gpus: Sequence[int | None]) -> tuple[list[Cores], int]:
-    """Cores of each rank (empty: ranks use all of them), and the number of threads that each computes on.
-
-    This process may use `threads`. `gpus` has the NUMA node of each accelerator, None where it is unknown.
-    """
-    fair_share = max(1, threads // processes)
-    if processes < 2 or not hasattr(os, "sched_setaffinity"):
-        return [], fair_share
-    cores = assign_cores(processes, nodes(), gpus)
-    return cores, min(fair_share, *_shares(cores)) if cores else fair_share
-
-
-def assign_cores(processes: int, nodes: dict[int, Cores], gpus: Sequence[int | None]) -> list[Cores]:
-    """The cores of each rank, or nothing; `nodes` has the usable cores by NUMA node."""
-    if len(nodes) < 2:
-        return []
-    fair_share = sum(map(len, nodes.values())) // processes
-    if gpus:
-        cores = [nodes[node] for node in gpus[:processes] if node is not None and node in nodes]
-        return cores if len(cores) == processes and 2 * min(_shares(cores)) >= fair_share else []
-    by_node, count = [nodes[node] for node in sorted(nodes)], len(nodes)
-    starts = [rank * count // processes for rank in range(processes + 1)]
-    cores = [frozenset().union(*by_node[start : max(start + 1, end)]) for start, end in pairwise(starts)]
-    return cores if min(_shares(cores)) >= fair_share else []
-
-
-def _shares(cores: list[Cores]) -> list[int]:
-    """Number of cores for each rank, at least 1, where several ranks share one set."""
-    return [max(1, len(rank_set) // cores.count(rank_set)) for rank_set in cores]
-
-
-def nodes(root: Path = ROOT, usable: Cores | None = None) -> dict[int, Cores]:
-    """Cores of `usable` (None: this process's mask, cpusets included) by node, of nodes that have some."""
-    allowed = frozenset(os.sched_getaffinity(0)) if usable is None else usable
-    by_node = {int(path.parent.name[4:]): _parse_list(text(path)) & allowed for path in _core_lists(root)}
-    return {node: cores for node, cores in by_node.items() if cores}
-
-
-def _core_lists(root: Path) -> Iterable[Path]:
-    return (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-
-
-def _parse_list(listed: str) -> Cores:
-    """Parse a list of numbers in the kernel's form: ``"0-3,8"``."""
-    ranges = (part.split("-") for part in listed.split(",") if part)
-    return frozenset(core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1))

@@ -24,7 +24,6 @@ from .. import hardware, settings
 from ..base import env, ranks
 from ..base.lazy import modules_at_first_use
 from ..errors import EasympWarning, RefusedError, SettingError, WorldError, check_whole
-from ..logging import get_logger
 from ..registry import PrecisionName
 from . import worker
 from .rendezvous import WAIT, RendezvousConfig, find_nodes, read_address
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 # These import torch, which a mistyped script need not wait for.
 modules_at_first_use(globals(), "agent")
 
-logger = get_logger(__name__)
 R = TypeVar("R")
 GRACE = 30.0  # seconds
 
@@ -50,15 +48,13 @@ def launch_script(
     max_restarts: int = 0,
     rendezvous: RendezvousConfig | None = None,
     grace: float = GRACE,
-    numa: bool = True,
     variables: Mapping[str, str | None] | None = None,
 ) -> int:
     """Run a script on several processes of this machine, and wait for it.
 
     On failure the first failing rank's own traceback goes to stderr, last and alone; for a rank of another node a line
     names it. `script` is a path, or with `module` the name after ``python -m``. When a signal comes, the ranks have
-    `grace` seconds to save themselves; a second one, 2 seconds later or more, kills them. With `numa`, on Linux
-    machines with several NUMA nodes, each rank runs on the cores of one (`hardware.cpu`).
+    `grace` seconds to save themselves; a second one, 2 seconds later or more, kills them.
 
     Returns:
         0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal
@@ -66,16 +62,8 @@ def launch_script(
     """
     check_script(script, module)
     processes = _check_processes(processes, max_restarts)
-    usable = hardware.detect(use_accelerators=False).cpu.threads
-    masks, threads = "", max(1, usable // processes)
-    if numa:
-        gpus = [] if settings.resolve().cpu else hardware.gpu_nodes()
-        cores_by_rank, threads = hardware.rank_cores(processes, usable, gpus)
-        masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in cores_by_rank)
-    if masks:
-        logger.info("each rank runs on the cores of its NUMA node: %s (--no-numa: everywhere)", masks)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
-    command = (worker.__file__, "module" if module else "script", masks, script, *arguments)
+    command = (worker.__file__, "module" if module else "script", script, *arguments)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -W, -X, -O, as multiprocessing
     try:
         agent.run(
@@ -85,7 +73,7 @@ def launch_script(
             config=rendezvous or RendezvousConfig(),
             max_restarts=max_restarts,
             monitor_interval=0.1,
-            threads=threads,
+            threads=max(1, hardware.detect(use_accelerators=False).cpu.threads // processes),
             variables=variables or {},
             grace=grace,
         )

@@ -120,7 +120,7 @@ def find_nodes(
     if reason == ranks.BATCH and nodes is None and job_nodes > 1:
         raise SettingError(
             f"Slurm's job has {job_nodes} nodes, and its batch script runs on the first one only: write srun before "
-            "the command to start it on all (`easymp launch --slurm print` shows how), or pass --nodes 1"
+            "the command to start it on all, or pass --nodes 1"
         )
     if announced is not None and (announced.size > 1 or announced.max_nodes is not None):
         if nodes is None:

@@ -1,7 +1,6 @@
 """One rank of a launched script: runs it as python would, and on failure writes a record for the launcher.
 
-Started by path, ``python worker.py script|module CORES NAME arguments…``, so that it is found where the launcher was
-found. CORES is ``""`` or a mask for each local rank, such as ``"ff;ff00"``: one bit a core, as taskset has it.
+Started by path, ``python worker.py script|module NAME arguments…``, so that it is found where the launcher was found.
 """
 
 from __future__ import annotations
@@ -92,16 +91,13 @@ def signal_name(number: int) -> str:
 
 def main() -> NoReturn:
     """Run the rank from its first line to its end."""
-    kind, cores, name, *arguments = sys.argv[1:]
+    kind, name, *arguments = sys.argv[1:]
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
     from easymp.base import env
 
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK") or 0
     if sys.platform == "linux":  # SIGTERM when the launcher is killed (PR_SET_PDEATHSIG = 1): no orphans
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if cores:
-        mask = int(cores.split(";")[env.integer("LOCAL_RANK") or 0], 16)
-        os.sched_setaffinity(0, {core for core in range(mask.bit_length()) if mask >> core & 1})
     _count_local_ranks(env)
     if error_file:
         faulthandler.enable(file=open(Path(error_file).with_name(FATAL), "w"))  # noqa: SIM115 (for good)

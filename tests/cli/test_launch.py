@@ -43,7 +43,7 @@ def at(*args, **settings):
         ("train.py a -- b --", ("train.py", ["a", "--", "b", "--"], None), {}),
         ("-- train.py -- b", ("train.py", ["--", "b"], None), {}),
         ("--max-restarts 3 -m --processes 4 t", ("t", [], 4), {"module": True, "max_restarts": 3}),
-        ("--grace 90 --no-numa t.py", ("t.py", [], None), {"grace": 90.0, "numa": False}),
+        ("--grace 90 t.py", ("t.py", [], None), {"grace": 90.0}),
         ("--nodes 2 --main-address a:7 --node-rank 1 --wait 5 t.py", ("t.py", [], None), at(2, 1, "a", 7, wait=5.0)),
         ("--nodes 1:4 --main-address a t.py", ("t.py", [], None),
          {**at(1, None, "a", 29500, max_nodes=4), "max_restarts": 3}),
@@ -53,7 +53,7 @@ def at(*args, **settings):
 )  # fmt: skip
 def test_words(launched, arguments, args, options):
     assert main(["launch", *arguments.split()]) == 9
-    plain = {"module": False, "max_restarts": 0, "grace": 30.0, "numa": True, "variables": {}, **at()}
+    plain = {"module": False, "max_restarts": 0, "grace": 30.0, "variables": {}, **at()}
     assert launched.calls == [(args, plain | options)]
 
 
@@ -99,11 +99,11 @@ def test_wrong_words_are_refused_with_the_way_out(capsys, folder, arguments, rea
 
 def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    keys = 'processes = 2\nnodes = "2"\nmain_address = "a"\nmain_port = 7\nmax_restarts = 1\nnuma = false\n'
+    keys = 'processes = 2\nnodes = "2"\nmain_address = "a"\nmain_port = 7\nmax_restarts = 1\n'
     Path("mine.toml").write_text(f"seed = 3\n[launch]\n{keys}")
     assert main(["launch", "--config", "mine.toml", "--node-rank", "1", "--processes", "3", "t.py"]) == 9
     args, options = launched.calls[0]
-    assert (args[2], options["max_restarts"], options["numa"]) == (3, 1, False)
+    assert (args[2], options["max_restarts"]) == (3, 1)
     assert options["rendezvous"] == RendezvousConfig(2, 1, "a", 7)
     assert (launched.settings[0].seed, resolve().seed) == (3, None)
     assert main(["launch", "--config", "mine.toml", "--nodes", "1", "t.py"]) == 9

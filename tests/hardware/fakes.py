@@ -51,7 +51,6 @@ def pynvml(cards, cuda=13000, p2p=lambda a, b, capability: 0, fails=()):
         "nvmlDeviceGetCudaComputeCapability": lambda card: list(card.capability),
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetMigMode": lambda card: refuse() if card.mig is None else [int(card.mig)] * 2,
-        "nvmlDeviceGetPciInfo": lambda card: types.SimpleNamespace(busId="00000000:3B:00.0"),
         "nvmlDeviceGetP2PStatus": p2p,
     }
     for name, call in calls.items():

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from easymp import detect
-from easymp.hardware import CPU, accelerators, cpu
+from easymp.hardware import CPU, cpu
 
 pytestmark = pytest.mark.reads_hardware
 
@@ -133,61 +133,7 @@ def test_threads_that_can_really_run(tree, monkeypatch, allowed, quota, threads)
     assert (bound.memory, bound.threads) == (2**20, threads)
 
 
-# -- the cores that ranks get of NUMA nodes ----------------------------------------------------------------------------
-
-
-def test_cores_of_nodes_are_those_that_this_process_may_use(tree):
+def test_numa_nodes_with_processors_are_counted(tree):
     lists = enumerate(("0-3,8-11", "4-7,12-15", ""))  # the third has memory only
     root = tree({f"sys/devices/system/node/node{i}/cpulist": cores for i, cores in lists})
-    assert cpu.nodes(root, frozenset(range(16))) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
-    assert cpu.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
-    assert cpu.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
-    assert (cpu.nodes(root / "none", frozenset({1})), cpu.probe(root / "none").numa_nodes) == ({}, 1)
-    assert cpu.probe(root).numa_nodes == 2
-
-
-def test_the_nodes_of_cards_in_torchs_order(tree, monkeypatch):
-    devices = {"0000:3b:00.0": 1, "0001:af:00.0": -1, "0000:17:00.0": 0}  # -1: the firmware does not say
-    root = tree({f"sys/bus/pci/devices/{address}/numa_node": node for address, node in devices.items()})
-    addresses = ("00000000:3B:00.0", "00000000:17:00.0", "00000001:AF:00.0", "00000000:00:00.0")
-    cards = [types.SimpleNamespace(pci_address=address) for address in addresses]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    for driver, nodes in ((types.SimpleNamespace(cards=cards), [1, 0, None, None]), (None, [None] * 4)):
-        monkeypatch.setattr(accelerators, "read_nvml", lambda driver=driver: driver)
-        assert accelerators.gpu_nodes(root) == nodes
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert accelerators.gpu_nodes(root) == []
-
-
-A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
-
-
-@pytest.mark.parametrize(
-    ("processes", "nodes", "gpus", "cores"),
-    [
-        (2, {0: A, 1: B}, [], [A, B]),
-        (4, {0: A, 1: B}, [], [A, A, B, B]),
-        (2, {0: A, 1: B, 4: C, 5: D}, [], [A | B, C | D]),
-        (3, {0: A, 1: B}, [], [A, A, B]),  # 8 cores give each of 3 ranks 2 in any case
-        # Two would share 8 cores, which gives them 4 of the 5 that are theirs.
-        (3, {0: A | B, 1: C | D}, [], []),
-        (2, {0: A, 1: frozenset({4})}, [], []),  # the second would have one core
-        (2, {0: A}, [], []),
-        (2, {}, [], []),
-        (2, {0: A, 1: B}, [1, 0], [B, A]),
-        (2, {0: A, 1: B}, [0, 0], [A, A]),  # half of what they might have, where their GPUs are
-        (4, {0: A, 1: B, 2: C, 3: D}, [0, 0, 0, 0], []),  # a quarter
-        (2, {0: A, 1: B}, [0, None], []),
-        (2, {0: A, 1: B}, [0, 7], []),  # a node of which no core may be used
-        (2, {0: A, 1: B}, [0], []),  # more ranks than GPUs
-    ],
-)
-def test_which_rank_gets_which_cores(processes, nodes, gpus, cores):
-    assert cpu.assign_cores(processes, nodes, gpus) == cores
-
-
-def test_threads_follow_the_cores(monkeypatch):
-    monkeypatch.setattr(cpu, "nodes", lambda: {0: A, 1: B})
-    assert cpu.rank_cores(2, 8, [1, 1]) == ([B, B], 2)
-    assert cpu.rank_cores(2, 8, []) == ([A, B], 4)
-    assert cpu.rank_cores(1, 8, []) == ([], 8)  # one process may have the machine
+    assert (cpu.probe(root).numa_nodes, cpu.probe(root / "none").numa_nodes) == (2, 1)
