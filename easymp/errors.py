@@ -215,6 +215,9 @@ REMOVED = {
     "--predict": f"{COMPARE}, and easymp estimate counts bytes",
     **dict.fromkeys(("mxfp8", "nvfp4"), "use fp8 or bf16"),
     **dict.fromkeys(("numa", "--no-numa"), "torchrun --numa-binding=node binds ranks to NUMA nodes; else leave it out"),
+    "--per-node": "--for 2x4xH100 says how many ranks a node has",
+    "--dtype": "--precision bf16-true counts weights that are trained in bf16",
+    "--cpu": "--for 8xcpu-64GB describes processes on CPUs",
     "--slurm": "sbatch a script as in the guide to Slurm, with srun easymp launch train.py in it",
 }
 # For options of easymp.optim's optimizers, whose names stand elsewhere.

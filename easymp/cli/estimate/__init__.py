@@ -1,8 +1,8 @@
 """Estimate the memory that a training needs on each rank, by strategy, precision and number of processes.
 
-MODEL is a number of parameters; safetensors weights (a file, an index or a folder; only headers are read); the
-config.json of a Hugging Face model, which transformers builds; or module:callable, which is called without arguments to
-build the model. Nothing is allocated for it where that is possible.
+MODEL is a number of parameters, for which a transformer stands in; safetensors weights (a file, an index or a folder),
+whose parameters are counted by the headers; the config.json of a Hugging Face model, which transformers builds; or
+module:callable, which is called without arguments to build the model. Nothing is allocated where that is possible.
 
 examples:
   easymp estimate 7B                                        a transformer of 7 billion parameters
@@ -45,8 +45,7 @@ SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 MAX_PARAMETERS = 10**13
 FORMS = (
     "a number of parameters (1.5B, 350M), weights (model.safetensors, its index.json), a config.json of Hugging Face, "
-    "or "
-    "module:callable"
+    "or module:callable"
 )
 
 
@@ -60,11 +59,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
     add("--memory", metavar="SIZE", help="of a rank on another machine, such as 80GB; else this machine's")
     add("--for", dest="machine", metavar="MACHINE", help=f"{MACHINE_HELP}-64GB")
-    per_node = "ranks of a node, for hsdp (this machine's devices, or all)"
-    add("--per-node", type=int, metavar="N", help=per_node)
-    add("--cpu", action="store_true", help="on the CPU, although there is an accelerator")
-    dtype = "of parameters: fp32, bf16, fp16 or own (fp32; of a callable: own)"
-    add("--dtype", metavar="NAME", help=dtype)
     shape = "an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
     recomputed = "what is recomputed: blocks (this flag's default), attention, a size such as 16GiB, or patterns"
@@ -76,26 +70,41 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    machine = _described(args)
+    machine = None
+    if args.machine:
+        machine = gpus.describe(args.machine)
+        if args.memory:
+            raise SettingError(f"--for {args.machine} says it, and so does --memory {args.memory}: leave one out")
+        if not machine.hardware.devices and not machine.hardware.cpu.memory:
+            raise SettingError(f"--for {args.machine} names no memory: write it, as in {args.machine}-64GB")
     processes = args.processes or (str(machine.nodes * machine.processes) if machine else "1,2,4,8")
-    counts = [_count(text, "--processes") for text in _split(processes)]
+    worlds = [
+        check_whole(f"--processes {text!r}", int(text) if text.isdecimal() else text) for text in _split(processes)
+    ]
     strategies = _names(args.strategy, STRATEGIES, "strategy")
     precisions = _names(args.precision, [*PRECISIONS, *ALIASES], "precision")
     memory = read_bytes(args.memory, "--memory ") if args.memory else None
     options = read_json(args.options, "--options") if args.options else None
     kind = kind_of(args.model)  # a wrong argument is refused before torch is imported
-    model = estimate_rows.read_model(args.model, kind, args.dtype)
+    model = estimate_rows.read_model(args.model, kind)
+    optimizer = "sgd momentum" if args.optimizer.lower() == "momentum" else args.optimizer
     training = {
-        "optimizer": _optimizer(args.optimizer),
+        "optimizer": int(optimizer) if optimizer.isdecimal() else optimizer,
         "sample": estimate_rows.read_sample(args.input) or None,
         "options": options,
         "activation_checkpointing": args.activation_checkpointing or False,
         "activation_offload": args.activation_offload,
         "optimizer_in_backward": args.optimizer_in_backward,
     }
-    per_node = machine.processes if machine else args.per_node
-    request = estimate_rows.Request(counts, strategies, precisions, memory, per_node, args.cpu, training)
-    estimates = estimate_rows.estimates(model, machine.hardware if machine else hardware.detect(), request)
+    estimates = estimate_rows.estimates(
+        model,
+        machine.hardware if machine else hardware.detect(),
+        worlds,
+        strategies,
+        precisions,
+        training,
+        memory,
+    )
     if args.json:
         return print_json(_record(model, estimates))
     print(f"{model.name}: {model.parameters:,} parameters, {args.optimizer}\n")
@@ -105,18 +114,6 @@ def run(args: argparse.Namespace) -> int:
     print()
     print(paint(wrap(estimates.suggestion), GREEN if estimates.smallest else RED))
     return 0
-
-
-def _described(args: argparse.Namespace) -> gpus.Described | None:
-    if not args.machine:
-        return None
-    machine = gpus.describe(args.machine)
-    for flag, value in {"--memory": args.memory, "--per-node": args.per_node}.items():
-        if value is not None:
-            raise SettingError(f"--for {args.machine} says it, and so does {flag} {value}: leave one out")
-    if not machine.hardware.devices and not machine.hardware.cpu.memory:
-        raise SettingError(f"--for {args.machine} names no memory: write it, as in {args.machine}-64GB")
-    return machine
 
 
 def kind_of(text: str) -> int | str:
@@ -155,17 +152,13 @@ def _table(estimates: estimate_rows.Estimates) -> str:
     if not any(row.need.activations for row in estimates.rows):
         del columns["activations"]
     with_batch = any(row.largest for row in estimates.rows)
-    head = ["on", "strategy", "precision"]
-    titles: list[Any] = [*head, *columns, "spare"]
-    if with_batch:
-        titles.append("most")
-    rows: list[list[Any]] = [titles]
+    rows: list[list[Any]] = [["on", "strategy", "precision", *columns, "spare", "most" if with_batch else ""]]
     for row in estimates.rows:
-        need = row.need
-        sizes = [sum(getattr(need, field) or 0 for field in fields) for fields in columns.values()]
+        sizes = [sum(getattr(row.need, field) or 0 for field in fields) for fields in columns.values()]
         cells = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
-        batch = [f"{row.largest:,}" if row.largest else "-"] * with_batch
-        rows.append([need.world, need.strategy, need.precision, *cells, f"{row.spare / scale:+,.2f}", *batch])
+        batch = f"{row.largest:,}" if row.largest else "-" if with_batch else ""
+        settings = [row.need.world, row.need.strategy, row.need.precision]
+        rows.append([*settings, *cells, f"{row.spare / scale:+,.2f}", batch])
     available = {row.available for row in estimates.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
     legend = (
@@ -173,28 +166,25 @@ def _table(estimates: estimate_rows.Estimates) -> str:
         f"weights and gradients on their way between ranks; spare: of {size(max(available))}{shared} less a fifth for "
         f"activations and workspace.{' most: the largest micro-batch that fits.' if with_batch else ''}"
     )
-    return f"{table(rows, right={0, *range(len(head), len(rows[0]))})}\n\n{wrap(legend)}"
+    return f"{table(rows, right={0, *range(3, len(rows[0]))})}\n\n{wrap(legend)}"
 
 
 def _record(model: estimate_rows.Model, estimates: estimate_rows.Estimates) -> dict[str, Any]:
-    def choice(row: estimate_rows.Row | None) -> dict[str, Any] | None:
-        if row is None:
-            return None
-        return {"strategy": row.need.strategy, "processes": row.need.world, "precision": row.need.precision}
-
-    names = ("available", "fits", "spare", "largest")
-    rows = [
-        {**dataclasses.asdict(row.need), "total": row.need.total, **{name: getattr(row, name) for name in names}}
-        for row in estimates.rows
-    ]
+    rows = []
+    for row in estimates.rows:
+        facts = {"total": row.need.total, "available": row.available, "fits": row.fits}
+        rows.append({**dataclasses.asdict(row.need), **facts, "spare": row.spare, "largest": row.largest})
+    choices = {
+        name: row and {"strategy": row.need.strategy, "processes": row.need.world, "precision": row.need.precision}
+        for name, row in {"suggested": estimates.suggested, "smallest": estimates.smallest}.items()
+    }
     return {
         "model": model.name,
         "parameters": model.parameters,
         "rows": rows,
         "refused": estimates.refused,
         "notes": estimates.notes,
-        "suggested": choice(estimates.suggested),
-        "smallest": choice(estimates.smallest),
+        **choices,
         "suggestion": estimates.suggestion,
     }
 
@@ -208,12 +198,3 @@ def _names(text: str, choices: Iterable[str], kind: str) -> list[str]:
         if name not in choices:
             raise SettingError(f"{kind} {name!r} is not one of {', '.join(choices)}{nearest(name, choices)}")
     return _split(text)
-
-
-def _count(text: str, flag: str) -> int:
-    return check_whole(f"{flag} {text!r}", int(text) if text.isdecimal() else text)
-
-
-def _optimizer(text: str) -> str | int:
-    """The name or the count that `estimate` takes; "momentum" is SGD's."""
-    return int(text) if text.isdecimal() else "sgd momentum" if text.lower() == "momentum" else text
