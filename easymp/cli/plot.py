@@ -23,6 +23,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -45,16 +46,13 @@ WINDOWS = 25  # of a running mean in a noisy curve
 RUNNING_MEANS = "Curves of many values are running means; the values themselves lie faintly behind."
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a panel
 LOG_RATIO = 30  # of the largest to the smallest value, from which on the axis is logarithmic
-INK, GRID = "#1b1f24", "#c9ced6"  # in an SVG they are variables, which change where its reader prefers a dark page
-DARK = "<style>svg{--ink:%s;--grid:%s}@media(prefers-color-scheme:dark){svg{--ink:#e8ebf0;--grid:#363d47}}</style>"
 STYLE: Any = {
     "text.parse_math": False,  # a name is not a formula
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": GRID,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    "grid.color": "#c9ced6",
     "legend.framealpha": 0,
 }
 
@@ -75,11 +73,20 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError(f"--output {args.output}: name a file that ends with .png or .svg")
     runs = read(args.runs)
     names = choose(runs, args.metric)
-    heads = ["rows", "step", *names]
-    print(table([["", *heads], *last_values(runs, names)], right=set(range(1, len(heads) + 1))))
+    rows = [["", "rows", "step", *names], *(last_values(run, names) for run in runs)]
+    print(table(rows, right=set(range(1, len(rows[0])))))
     if sentence := missing_packages("report", "matplotlib", "jinja2"):
         raise SettingError(f"No curves: {sentence}")
-    panels = list(make_panels(runs, names, args.x))
+    panels: list[Panel] = []
+    for name in names:
+        lines: list[Line] = []
+        for series, run in enumerate(runs):
+            points = [(p.step if args.x == "step" else p.seconds, p.value) for p in run.curves.get(name, [])]
+            lines += smooth(series, points)
+        if lines:
+            x_label = "step" if args.x == "step" else "seconds since the start"
+            draw_name = partial(draw_lines, lines=lines, names=[run.name for run in runs], x_label=x_label)
+            panels.append((name, partial(draw_name, y_label=name)))
     if not panels:
         raise SettingError(f"No curves: of {', '.join(names)} no run has logged a finite number")
     html = args.html or (None if args.output else Path("easymp-plot.html"))
@@ -117,12 +124,19 @@ def read(paths: Sequence[Path]) -> list[Run]:
     files: dict[Path, None] = {}
     problems = []
     for path in paths:
-        rows = [path] if path.is_file() else sorted(p for p in path.rglob("*.jsonl") if _starts_file(p).is_file())
+        # The tracker lists the starts of a run beside its rows.
+        logs = (log for log in path.rglob("*.jsonl") if log.with_suffix(".json").is_file())
+        rows = [path] if path.is_file() else sorted(logs)
         files |= dict.fromkeys(file.resolve() for file in rows)
         if not rows:
             reason = "no run has logged JSON lines below it" if path.is_dir() else "there is no such file or folder"
             problems.append(f"{path}: {reason}. Pass the file of rows (log.jsonl), or the run's folder")
-    runs = [_read_run(file, name) for file, name in zip(files, _short_names(list(files)))]
+    # As much of each path as tells the files apart; the folder alone stands for its log.jsonl.
+    parts = [[*file.parts[:-1], *([file.stem] if file.stem != "log" else [])] for file in files]
+    depth = 1
+    while depth < max(map(len, parts), default=0) and len({tuple(p[-depth:]) for p in parts}) < len(parts):
+        depth += 1
+    runs = [_read_run(file, "/".join(p[-depth:])) for file, p in zip(files, parts)]
     if runs and not any(run.rows for run in runs):
         problems.append(f"{next(iter(files))} has no rows of a run: pass a file that log_with='jsonl' has written")
     if not any(run.rows for run in runs):
@@ -132,55 +146,27 @@ def read(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _short_names(files: Sequence[Path]) -> list[str]:
-    """As much of each path as tells the files apart; the folder alone stands for its ``log.jsonl``."""
-    paths = [[*file.parts[:-1], *([file.stem] if file.stem != "log" else [])] for file in files]
-    depth = 1
-    while depth < max(map(len, paths), default=0) and len({tuple(p[-depth:]) for p in paths}) < len(paths):
-        depth += 1
-    return ["/".join(p[-depth:]) for p in paths]
-
-
 def _read_run(file: Path, name: str) -> Run:
     rows = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError):  # the last line of a running process, half written
             row = json.loads(line)
-        except ValueError:  # the last line of a running process, half written
-            continue
-        if isinstance(row, dict) and {"_step", "_time"} <= row.keys():
-            rows.append(row)
-    start, config = _read_starts(file)
+            if isinstance(row, dict) and {"_step", "_time"} <= row.keys():
+                rows.append(row)
+    start, config = math.inf, dict[str, Any]()
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no file of the tracker
+        starts = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["starts"]
+        start, config = float(starts[0]["time"]), dict(starts[-1]["config"])
     start = min([start, *(row["_time"] for row in rows[:1])])  # a tracker starts with its first rows
     curves: dict[str, list[Point]] = {}
     for row in rows:
-        for key, value in row.items():
-            number = _number(value)
-            if not key.startswith("_") and "_table" not in row and number is not None:
-                curves.setdefault(key, []).append(Point(row["_step"], row["_time"] - start, number))
+        for key, value in row.items() if "_table" not in row else ():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not key.startswith("_") and (is_number or value in ("NaN", "Infinity", "-Infinity")):
+                curves.setdefault(key, []).append(Point(row["_step"], row["_time"] - start, float(value)))
     decisions = config.pop("easymp", {}).get("plan", {})
     plan = {key: c["value"] for key, c in decisions.items() if isinstance(c, dict) and "value" in c}
     return Run(name, flat({**plan, **config}), len(rows), start, curves)
-
-
-def _starts_file(file: Path) -> Path:
-    """The file beside the rows in which the tracker lists the starts of the run."""
-    return file.with_name(file.name.removesuffix("l"))
-
-
-def _read_starts(file: Path) -> tuple[float, dict[str, Any]]:
-    """The time of the first start, and the configuration of the last one; defaults without a file of the tracker."""
-    try:
-        starts = json.loads(_starts_file(file).read_text(encoding="utf-8"))["starts"]
-        return float(starts[0]["time"]), dict(starts[-1]["config"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return math.inf, {}
-
-
-def _number(value: Any) -> float | None:
-    """Numbers, and the words that JSON lines have for those that are not finite."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number or value in ("NaN", "Infinity", "-Infinity") else None
 
 
 def choose(runs: Sequence[Run], patterns: Sequence[str]) -> list[str]:
@@ -196,23 +182,11 @@ def choose(runs: Sequence[Run], patterns: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def last_values(runs: Sequence[Run], names: Sequence[str]) -> Iterator[list[str]]:
-    """A row a run: its name, rows, last step, and the last value of each name."""
-    for run in runs:
-        step = max((curve[-1].step for curve in run.curves.values()), default=0)
-        values = [f"{run.curves[name][-1].value:.4g}" if name in run.curves else "–" for name in names]
-        yield [run.name, f"{run.rows:,}", f"{step:,}", *values]
-
-
-def make_panels(runs: Sequence[Run], names: Sequence[str], x: str) -> Iterator[Panel]:
-    for name in names:
-        lines: list[Line] = []
-        for series, run in enumerate(runs):
-            points = [(p.step if x == "step" else p.seconds, p.value) for p in run.curves.get(name, [])]
-            lines += smooth(series, points)
-        if lines:
-            label = "step" if x == "step" else "seconds since the start"
-            yield name, partial(draw_lines, lines=lines, names=[run.name for run in runs], x_label=label, y_label=name)
+def last_values(run: Run, names: Sequence[str]) -> list[str]:
+    """A row of a table: the run's name, rows, last step, and the last value of each name."""
+    step = max((curve[-1].step for curve in run.curves.values()), default=0)
+    values = [f"{run.curves[name][-1].value:.4g}" if name in run.curves else "–" for name in names]
+    return [run.name, f"{run.rows:,}", f"{step:,}", *values]
 
 
 def make_page(runs: Sequence[Run], names: Sequence[str], panels: Sequence[Panel]) -> str:
@@ -220,19 +194,14 @@ def make_page(runs: Sequence[Run], names: Sequence[str], panels: Sequence[Panel]
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
     rows = [["run", "rows", "step", *names, *differing]]
-    for run, cells in zip(runs, last_values(runs, names)):
-        settings = ("–" if (value := run.config.get(key)) is None else str(value) for key in differing)
-        rows.append([*cells, *settings])
+    for run in runs:
+        settings = [run.config.get(key) for key in differing]
+        rows.append([*last_values(run, names), *("–" if value is None else str(value) for value in settings)])
     note = f"The last values{', and the settings that differ' if differing else ''}."
     noisy = any(len(curve) > NOISY for run in runs for curve in run.curves.values())
-    return render(
-        f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
-        [],
-        [
-            Section("Curves", panels=panels, notes=[RUNNING_MEANS] if noisy else []),
-            Section("Runs", rows, notes=[note], series=True),
-        ],
-    )
+    curves = Section("Curves", panels=panels, notes=[RUNNING_MEANS] if noisy else [])
+    title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].name
+    return render(title, [], [curves, Section("Runs", rows, notes=[note], series=True)])
 
 
 # -- drawing, for `easymp compare`, too
@@ -255,19 +224,14 @@ def smooth(series: int, points: list[tuple[float, float]], main: bool = True) ->
     if len(points) > NOISY:
         if main:
             yield Line(series, points, False)
-        points = running_mean(points)
+        x, values = np.array(points, dtype=float).T
+        index, count = np.arange(len(x)), len(x)
+        reach = np.minimum(count // (2 * WINDOWS), np.minimum(index, count - 1 - index))  # fewer at the ends
+        sums = np.concatenate([[0.0], values.cumsum()])
+        means = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+        points = list(zip(x.tolist(), means.tolist()))
     if points:
         yield Line(series, points, main)
-
-
-def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each value the mean of as many values on either side, fewer at the ends."""
-    x, values = np.array(points, dtype=float).T
-    index, count = np.arange(len(x)), len(x)
-    reach = np.minimum(max(1, count // (2 * WINDOWS)), np.minimum(index, count - 1 - index))
-    sums = np.concatenate([[0.0], values.cumsum()])
-    means = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
-    return list(zip(x.tolist(), means.tolist()))
 
 
 def draw_lines(
@@ -308,7 +272,7 @@ def draw_lines(
 
 
 def draw(panels: Sequence[Panel], columns: int, form: str, heading: str = "") -> bytes:
-    """All panels in one image, as ``"svg"`` (for light and dark pages) or ``"png"``, under a heading."""
+    """All panels in one image, as ``"svg"`` or ``"png"``, under a heading."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -322,13 +286,8 @@ def draw(panels: Sequence[Panel], columns: int, form: str, heading: str = "") ->
             axes = figure.add_subplot(rows, columns, number)
             axes.set_title(title, loc="left", fontsize=11)
             draw_panel(axes)
-        svg = form == "svg"
-        metadata = {"Date" if svg else "Software": None}
-        figure.savefig(file, format=form, dpi=150, transparent=svg, metadata=metadata)
-    if not svg:
-        return file.getvalue()
-    text = file.getvalue().decode().replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
-    return text.replace("<defs>", DARK % (INK, GRID) + "<defs>", 1).encode()
+        figure.savefig(file, format=form, dpi=150)
+    return file.getvalue()
 
 
 def colour(series: int) -> str:
@@ -358,10 +317,8 @@ def render(title: str, notes: Sequence[str], sections: Sequence[Section]) -> str
         lstrip_blocks=True,
     )
     environment.globals["colour"] = colour
-    content = [{**section._asdict(), "images": list(map(_image, section.panels))} for section in sections]
+    content = []
+    for section in sections:
+        images = [(panel[0], base64.b64encode(draw([panel], 1, "svg")).decode()) for panel in section.panels]
+        content.append({**section._asdict(), "images": images})
     return environment.get_template("page.html.jinja").render(title=title, notes=notes, sections=content)
-
-
-def _image(panel: Panel) -> tuple[str, str]:
-    """The title of a panel, and its picture as a URL."""
-    return panel[0], f"data:image/svg+xml;base64,{base64.b64encode(draw([panel], 1, 'svg')).decode()}"

@@ -48,10 +48,10 @@ acc.end_training()
 """
 
 
-def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, peak=1 << 30, why=""):
+def run(variant, seconds, number=1, *, values=None, samples=1000, peak=1 << 30, why=""):
     """A run that took `seconds` from the first of 100 updates to the last; a failed one for None."""
     if seconds is None:
-        return Run(variant, number, None, End(FAILURE, why, 1e9, 3.0, others), None)
+        return Run(variant, number, None, End(FAILURE, why, 1e9, 3.0), None)
     curves = {
         name: [Point(i * 100 // len(curve), seconds * i / len(curve), value) for i, value in enumerate(curve, 1)]
         for name, curve in (values or {}).items()
@@ -60,7 +60,7 @@ def run(variant, seconds, number=1, *, values=None, others=0.0, samples=1000, pe
     memory = [(-0.5, peak // 2), (0.0, peak), (seconds, peak)]
     usage = {"samples": samples, "peak": peak, "device_memory": True, "memory": memory}
     record = Record(1e9 + 2.0, 1.0, seconds, 100, curves, plan, MACHINE, **usage)
-    return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0, others), record)
+    return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0), record)
 
 
 def comparison(*runs, folder=Path("nowhere"), metrics=(), script="train.py"):

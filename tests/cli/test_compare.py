@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         folder.mkdir(parents=True)
         calls.append(Call(command, folder, settings, resolve()))
         if settings.get("mixed_precision") == "O1":
-            return End(INTERRUPTED, "stopped by a signal", 1e9, 3.0, 0.0)
+            return End(INTERRUPTED, "stopped by a signal", 1e9, 3.0)
         failed = settings.get("mixed_precision") == "bf16"
         return run(FP32, None if failed else 10, why="RefusedError: no\x1b[2J").end
 
@@ -243,7 +243,7 @@ def test_ends(code: str, status: str, reason: str, tmp_path: Path, monkeypatch: 
     children = set(psutil.Process().children(recursive=True))
     folder, timeout = tmp_path / "a b", 0.3 if status == LATE else 60
     end = harness.run([sys.executable, "-c", code], folder, {"strategy": "ddp"}, timeout)
-    assert (end.status, end.why) == (status, reason) and end.others is not None
+    assert (end.status, end.why) == (status, reason)
     assert set(psutil.Process().children(recursive=True)) <= children
     if status == FINISHED:
         expected = f"timeout=9 strategy=ddp project_dir='{folder}/project' {folder}\n"

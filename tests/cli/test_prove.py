@@ -99,8 +99,8 @@ def proved(ranks, tmp_path, monkeypatch, capsys):
         try:
             ranks(play, command[-1], processes=processes, env=settings)
         except RanksFailed as error:
-            return End(FAILURE, str(error).strip().splitlines()[-1], 0.0, 0.0, None)
-        return End(FINISHED, "", 0.0, 0.0, None)
+            return End(FAILURE, str(error).strip().splitlines()[-1], 0.0, 0.0)
+        return End(FINISHED, "", 0.0, 0.0)
 
     monkeypatch.setattr(prove, "run_once", run_once)
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -160,7 +160,7 @@ def test_faults_are_named(proved, arguments, code, sentences):
     ],
 )
 def test_a_script_that_fails_under_the_plan_is_a_verdict(name, status, verdict):
-    record = prove.judge([], "", {name: End(status, "ValueError: no", 0.0, 0.0, None)}, 5)
+    record = prove.judge([], "", {name: End(status, "ValueError: no", 0.0, 0.0)}, 5)
     assert record["verdict"] == verdict and f"the run {name} failed: ValueError: no." in record["sentence"]
     assert prove.CODES == {"proven": 0, "differs": 1, "failed": 1, "not compared": 2}
 

@@ -32,7 +32,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,6 +42,7 @@ from ...base import env
 from ...base.units import duration, rate, size
 from ...base.units import unit as unit_of
 from ...errors import SettingError
+from ...launcher.entrypoints import check_script
 from ...settings import overrides, read_pairs
 from ..harness import INTERRUPTED, Progress, Script, check_new, count
 from ..harness import reworded as reworded
@@ -49,12 +50,13 @@ from ..harness import run as run_once
 from ..plot import NOISY, RUNNING_MEANS, Line, Panel, Section, colour, draw, draw_lines, render, smooth
 from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, missing_packages, paint, plain, table, wrap
 from .runs import Record, Run, Summary, Variant, is_run, load, median, path_of, read, variants
-from .verdict import Comparison, conclude, is_busy, ratio_text
+from .verdict import Comparison, conclude, ratio_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REPORT_PACKAGES = ("matplotlib", "jinja2")
+SINCE_FIRST_UPDATE = "seconds from the first update"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             raise SettingError(f"{', '.join(missing)}: there is no such file or folder")
         if args.script[1:]:
             raise SettingError(f"{' '.join(args.script[1:])}: one script is compared, and its own arguments follow --")
-        script.check()
+        check_script(script.path, script.module)
     check_new(folder)
     if existing:
         comparison = conclude(None, load(args.script), folder.absolute(), args.metric)
@@ -172,27 +174,29 @@ class Column(NamedTuple):
 def columns(comparison: Comparison) -> list[Column]:
     """The columns of the table that have a value."""
     plans, standings = comparison.summaries, comparison.verdict.standings
+
+    def column(head: str, values: Iterable[Sequence[float]], spell: Callable[[float], str], ranges: bool) -> Column:
+        cells = []
+        for numbers in values:
+            smallest, largest = (spell(limit(numbers)) if numbers else "" for limit in (min, max))
+            spread = f"{smallest} … {largest}" if ranges and smallest != largest else ""
+            cells.append((spell(median(numbers)) if numbers else "–", spread))
+        return Column(head, cells)
+
     differ_in_length = len({count for plan in plans for count in plan.counts}) > 1
     ratios = [ratio_text(s.ratio) if s.ratio else "–" for s in standings]
     intervals = [" … ".join(map(ratio_text, s.interval or ())) for s in standings]
     candidates = [
-        Column(f"{plans[0].unit}/s", [_cell(plan.speeds, rate) for plan in plans])
+        column(f"{plans[0].unit}/s", [plan.speeds for plan in plans], rate, True)
         if differ_in_length
-        else Column("time", [_cell(plan.seconds, duration) for plan in plans]),
+        else column("time", [plan.seconds for plan in plans], duration, True),
         Column("ratio", list(zip(ratios, intervals))),
-        Column("memory", [(_cell(plan.peaks, size)[0], "") for plan in plans]),
-        *(Column(m.name, [_cell(plan.finals(m), m.text) for plan in plans]) for m in comparison.metrics),
+        column("memory", [plan.peaks for plan in plans], size, False),
+        *(column(m.name, [plan.finals(m) for plan in plans], m.text, True) for m in comparison.metrics),
         Column("result", [(standing.result or "–", "") for standing in standings]),
-        Column("start-up", [(_cell(plan.startups, duration)[0], "") for plan in plans]),
+        column("start-up", [plan.startups for plan in plans], duration, False),
     ]
     return [column for column in candidates if any(text != "–" for text, _ in column.cells)]
-
-
-def _cell(values: Sequence[float], spell: Callable[[float], str]) -> tuple[str, str]:
-    if not values:
-        return "–", ""
-    smallest, largest = spell(min(values)), spell(max(values))
-    return spell(median(values)), f"{smallest} … {largest}" if smallest != largest else ""
 
 
 def remarks(comparison: Comparison) -> list[str]:
@@ -222,6 +226,21 @@ def terminal_text(comparison: Comparison) -> str:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Everything, in JSON's own types; numbers that are not finite are None."""
+
+    def spread(values: Sequence[float]) -> dict[str, float] | None:
+        if not values:
+            return None
+        return {"count": len(values), "median": median(values), "least": min(values), "most": max(values)}
+
+    def json_value(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            value = vars(value)
+        if isinstance(value, dict):
+            return {str(name): json_value(member) for name, member in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [json_value(member) for member in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     script = comparison.script
     plans = [
         {
@@ -229,11 +248,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "settings": {**plan.variant.settings, **plan.variant.placeholders},
             "processes": plan.variant.processes,
             "command": plan.variant.command(script) if script else [],
-            "seconds": _spread(plan.seconds),
-            "speed": _spread(plan.speeds),
-            "peak_bytes": _spread(plan.peaks),
-            "seconds_before": _spread(plan.startups),
-            "metrics": {metric.name: _spread(plan.finals(metric)) for metric in comparison.metrics},
+            "seconds": spread(plan.seconds),
+            "speed": spread(plan.speeds),
+            "peak_bytes": spread(plan.peaks),
+            "seconds_before": spread(plan.startups),
+            "metrics": {metric.name: spread(plan.finals(metric)) for metric in comparison.metrics},
             "runs": [
                 {**vars(run.end), "number": run.number, "seed": run.seed, "record": run.record} for run in plan.runs
             ],
@@ -249,23 +268,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "interrupted": comparison.interrupted,
         "plans": plans,
     }
-    return {name: _json_value(value) for name, value in record.items()}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    return {"count": len(values), "median": median(values), "least": min(values), "most": max(values)}
-
-
-def _json_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {str(name): _json_value(member) for name, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(member) for member in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {name: json_value(value) for name, value in record.items()}
 
 
 def write(comparison: Comparison) -> tuple[list[Path], str]:
@@ -276,7 +279,7 @@ def write(comparison: Comparison) -> tuple[list[Path], str]:
         return [path], f"No page and no picture: {sentence}"
     html, picture = comparison.folder / "compare.html", comparison.folder / "compare.png"
     panels = list(make_panels(comparison))
-    html.write_text(_page(comparison, panels), encoding="utf-8")
+    html.write_text(make_page(comparison, panels), encoding="utf-8")
     if not panels:
         return [path, html], ""
     picture.write_bytes(draw(panels, 2, "png", comparison.verdict.sentence))
@@ -289,31 +292,29 @@ def write(comparison: Comparison) -> tuple[list[Path], str]:
 def make_panels(comparison: Comparison) -> Iterator[Panel]:
     plans = comparison.summaries
     draw_plans = partial(draw_lines, names=[plan.name for plan in plans])
+
+    def lines_of(points_of: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
+        """The lines of each run, that of the typical one of a plan last, on top."""
+        lines: list[Line] = []
+        for index, plan in enumerate(plans):
+            typical = plan.typical
+            for run in sorted(plan.runs, key=lambda run: run is typical):
+                lines += smooth(index, points_of(run.record) if run.record else [], run is typical)
+        return lines
+
     if any(plan.speeds for plan in plans):
         yield f"Speed, {plans[0].unit} a second", partial(_draw_speeds, plans)
     for metric, by_time in product(comparison.metrics[:2], (False, True)):
-        lines = _lines(plans, partial(_curve, metric.name, by_time))
-        if lines:
-            x_label = "seconds from the first update" if by_time else "optimizer updates"
+        if lines := lines_of(partial(_curve, metric.name, by_time)):
             draw_metric = partial(draw_plans, lines=lines, y_label=metric.name, percent=metric.share)
+            x_label = SINCE_FIRST_UPDATE if by_time else "optimizer updates"
             yield f"{metric.name} by {'seconds' if by_time else 'updates'}", partial(draw_metric, x_label=x_label)
     name, bytes_ = unit_of(max((peak for plan in plans for peak in plan.peaks), default=1))
-    lines = _lines(plans, lambda record: [(seconds, count / bytes_) for seconds, count in record.memory])
-    if lines:
+    if lines := lines_of(lambda record: [(seconds, count / bytes_) for seconds, count in record.memory]):
         on_device = any(record.device_memory for plan in plans for record in plan.records)
         title = "Memory allocated on the device" if on_device else "Memory of the process"
-        options = {"x_label": "seconds from the first update", "y_label": f"memory, {name}", "from_zero": True}
-        yield title, partial(draw_plans, lines=lines, **options)
-
-
-def _lines(plans: Sequence[Summary], points_of: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
-    """The lines of each run, that of the typical one of a plan last, on top."""
-    lines: list[Line] = []
-    for index, plan in enumerate(plans):
-        typical = plan.typical
-        for run in sorted(plan.runs, key=lambda run: run is typical):
-            lines += smooth(index, points_of(run.record) if run.record else [], run is typical)
-    return lines
+        draw_memory = partial(draw_plans, lines=lines, x_label=SINCE_FIRST_UPDATE, from_zero=True)
+        yield title, partial(draw_memory, y_label=f"memory, {name}")
 
 
 def _curve(name: str, by_time: bool, record: Record) -> list[tuple[float, float]]:
@@ -336,9 +337,9 @@ def _draw_speeds(plans: Sequence[Summary], axes: Axes) -> None:
     axes.set_xlabel(f"{plans[0].unit} a second")
 
 
-def _page(comparison: Comparison, panels: Sequence[Panel]) -> str:
-    script, summaries = comparison.script, comparison.summaries
-    runs = [run for summary in summaries for run in summary.runs]
+def make_page(comparison: Comparison, panels: Sequence[Panel]) -> str:
+    script, plans, shown = comparison.script, comparison.summaries, columns(comparison)
+    runs = [run for plan in plans for run in plan.runs]
     start = time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs)))
     subtitle = f"Runs from {start}"
     if script:
@@ -346,52 +347,27 @@ def _page(comparison: Comparison, panels: Sequence[Panel]) -> str:
         times = f"{count} times in turn" if count > 1 else "once"
         subtitle = f"{shlex.join(['python', *script.command()[1:]])}, {times} under each plan, {start}"
     subtitle += "; interrupted before all had run" * comparison.interrupted
-    return render(
-        comparison.verdict.sentence,
-        [subtitle, *comparison.verdict.doubts],
-        list(_sections(comparison, panels)),
-    )
-
-
-def _sections(comparison: Comparison, panels: Sequence[Panel]) -> Iterator[Section]:
-    plans, shown = comparison.summaries, columns(comparison)
     names = [f"{plan.name}{' (use)' * (plan.name == comparison.verdict.recommended)}" for plan in plans]
-    rows: list[list[Any]] = [[name, *(column.cells[i] for column in shown)] for i, name in enumerate(names)]
-    heads = ["plan", *(column.head for column in shown)]
-    yield Section("Side by side", [heads, *rows], notes=remarks(comparison), series=True)
+    rows: list[list[Any]] = [["plan", *(column.head for column in shown)]]
+    rows += [[name, *(column.cells[i] for column in shown)] for i, name in enumerate(names)]
+    sections = [Section("Side by side", rows, notes=remarks(comparison), series=True)]
     if panels:
         curves = [curve for plan in plans for record in plan.records for curve in record.curves.values()]
         noisy = any(len(curve) > NOISY for curve in curves)
-        yield Section("Plots", panels=panels, notes=[RUNNING_MEANS] if noisy else [])
+        sections.append(Section("Plots", panels=panels, notes=[RUNNING_MEANS] if noisy else []))
     choices = [plan.typical.record.plan if plan.typical and plan.typical.record else {} for plan in plans]
     decisions = dict.fromkeys(name for plan in choices for name, choice in plan.items() if isinstance(choice, dict))
-    rows = [[name, *_choices(choices, name)] for name in decisions]
-    yield Section("The plans", [["decision", *names], *rows], words=True)
-    heads = ["run", "ended", "seed", "time", "start-up", "in all", "updates", "samples", "peak", "others"]
-    rows = [_run_cells(comparison, run) for plan in plans for run in plan.runs]
-    note = "Others: processors that other work on the machine used meanwhile, on average."
-    yield Section("Runs", [heads, *rows], notes=[note])
+    rows = [["decision", *names]]
+    for name in decisions:
+        rows.append([name, *((plan[name]["value"], plan[name]["reason"]) if name in plan else "–" for plan in choices)])
+    sections.append(Section("The plans", rows, words=True))
     if machine := comparison.machine:
         devices = [f"{device['name']}, {size(device['memory'])}" for device in machine["devices"]]
-        count = [f"{devices.count(device)} × {device}" for device in dict.fromkeys(devices)]
+        numbers = [f"{devices.count(device)} × {device}" for device in dict.fromkeys(devices)]
         facts = (
             f"{machine['processor']}: {machine['cores']} cores, {machine['threads']} threads usable, "
-            f"{size(machine['memory'])}; {'; '.join(count) or 'no accelerator'}; {machine['links'] or 'no links'}; "
+            f"{size(machine['memory'])}; {'; '.join(numbers) or 'no accelerator'}; {machine['links'] or 'no links'}; "
             f"{machine['system']}; torch {machine['torch']}, easymp {machine['easymp']}, Python {machine['python']}"
         )
-        yield Section("Machine", notes=[facts])
-
-
-def _choices(plans: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    return [(plan[name]["value"], plan[name]["reason"]) if name in plan else "–" for plan in plans]
-
-
-def _run_cells(comparison: Comparison, run: Run) -> list[str]:
-    record, others = run.record, run.end.others
-    numbers = [run.seed, record.updates if record else None, record.samples if record else None]
-    seed, updates, samples = ("–" if number is None else f"{number:,}" for number in numbers)
-    times = map(duration, (record.seconds if record else None, run.startup, run.end.wall))
-    peak = size(record.peak) if record and record.peak is not None else "–"
-    busy = " (busy)" * is_busy(others, comparison.machine.get("threads"))
-    other_work = "–" if others is None else f"{others:.2f}{busy}"
-    return [f"{run.variant.name} {run.number}", run.end.status, seed, *times, updates, samples, peak, other_work]
+        sections.append(Section("Machine", notes=[facts]))
+    return render(comparison.verdict.sentence, [subtitle, *comparison.verdict.doubts], sections)

@@ -349,7 +349,7 @@ def load(arguments: Sequence[str]) -> list[Run]:
         for run_name, record in records.items():
             variant = plans.setdefault(name or run_name, Variant(name or run_name))
             number = 1 + sum(run.variant is variant for run in runs)
-            end = End(FINISHED, "", record.start, (record.first or 0.0) + (record.seconds or 0.0), None)
+            end = End(FINISHED, "", record.start, (record.first or 0.0) + (record.seconds or 0.0))
             runs.append(Run(variant, number, None, end, record))
     return runs
 

@@ -3,8 +3,7 @@
 The speeds of two plans differ where the 90 % interval of their ratio excludes 1. It is the interval of the exact rank
 test (Mann, Whitney: On a test of whether one of two random variables is stochastically larger than the other, 1947;
 Bauer: Constructing confidence sets using rank statistics, 1972): no distribution is assumed, and both plans need three
-runs. Fewer runs give a hint where they do not overlap and differ by a tenth or more. On a busy machine many runs give a
-hint at most, and few only for a factor of three.
+runs. Fewer runs give a hint where they do not overlap and differ by a tenth or more.
 
 The reference is the first plan with a finite result. Another plan follows it where the interval of the difference of
 each compared loss and accuracy ends within a tolerance: half a point of a share, a twentieth of other numbers. A plan
@@ -26,9 +25,8 @@ from .runs import Metric, Run, Summary, choose, median, summarize
 
 ENOUGH = 3  # runs of both plans, from which on there is an interval
 CHANCE = 20  # the rank test allows an error in 1 of 20 cases on each side
-HINT_RATIO, BUSY_HINT_RATIO = 1 / 0.9, 3.0  # of speeds that few runs must reach for a hint
+HINT_RATIO = 1 / 0.9  # of speeds that few runs must reach for a hint
 SHARE_TOLERANCE, TOLERANCE = 0.005, 0.05
-BUSY = 0.1  # fraction of the machine's processors that other work may use before times are doubted
 NO, HINT, YES = range(3)  # how sure a difference of speeds is
 REFERENCE, FOLLOWS, UNPROVEN, WORSE = "reference", "follows", "unproven", "worse"
 
@@ -85,7 +83,7 @@ def conclude(script: Script | None, runs: Sequence[Run], folder: Path, metrics: 
     missing = f"No run logged {', '.join(absent)}. Logged: {names or 'nothing, so the script calls no acc.log'}."
     machine = records[0].machine if records else {}
     compared = choose(logged, metrics)
-    verdict = judge(summaries, [m for m in compared if m.name in logged], machine.get("threads"), script is not None)
+    verdict = judge(summaries, [m for m in compared if m.name in logged], script is not None)
     return Comparison(script, summaries, compared, missing if absent else "", verdict, folder, machine)
 
 
@@ -110,13 +108,13 @@ def _orders(m: int, n: int, u: int) -> int:
     return _orders(m - 1, n, u - n) + _orders(m, n - 1, u)
 
 
-def _faster(first: Summary, second: Summary, busy: bool) -> int:
+def _faster(first: Summary, second: Summary) -> int:
     """How sure it is that `first` is faster than `second`."""
     bounds = interval(first.speeds, second.speeds, truediv)
     if bounds is not None:
-        return NO if bounds[0] <= 1 else HINT if busy else YES
+        return NO if bounds[0] <= 1 else YES
     overlap = min(first.speeds) <= max(second.speeds)
-    return NO if overlap or first.speed / second.speed < (BUSY_HINT_RATIO if busy else HINT_RATIO) else HINT
+    return NO if overlap or first.speed / second.speed < HINT_RATIO else HINT
 
 
 def _compare_results(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tuple[str, str]:
@@ -153,50 +151,54 @@ def _compare_metric(reference: Summary, plan: Summary, metric: Metric) -> tuple[
     return UNPROVEN, f"{numbers}; more than {margin} worse is possible"
 
 
-def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | None, repeatable: bool) -> Verdict:
+def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], repeatable: bool) -> Verdict:
     """Recommend the fastest plan with a result that is not worse; of equals the reference, else one that follows.
 
     The first metric for which more is better decides, else the first for which less is: an accuracy, else the loss.
-    `cores` are the machine's; `repeatable`: the command has a flag for more runs.
+    `repeatable`: the command has a flag for more runs.
     """
     timed = [summary for summary in summaries if summary.speeds]
-    doubts = _doubts(summaries, timed, cores)
+    doubts = []
+    if len({count for summary in timed for count in summary.counts}) > 1:
+        lengths = ", ".join(f"{summary.name}: {max(summary.counts)[0]:,} updates" for summary in timed)
+        doubts.append(f"The runs differ in length, so {timed[0].unit} a second are compared ({lengths}).")
+    for summary in summaries:
+        if any(run.record and not run.record.complete and not run.end.why for run in summary.runs):
+            doubts.append(f"A run of {summary.name} has not ended: its numbers are those so far.")
     if len(timed) < 2:
         subject = f"Only {timed[0].name}" if timed else "No plan"
         sentence = f"{subject} finished with at least two updates, so there is nothing to compare."
-        return Verdict(sentence, "", tuple(Standing(summary.name) for summary in summaries), doubts)
+        return Verdict(sentence, "", tuple(Standing(summary.name) for summary in summaries), tuple(doubts))
     ranked = sorted((metric for metric in metrics if metric.direction), key=lambda metric: -metric.direction)
     finite = [p for p in timed if not ranked or all(map(math.isfinite, p.finals(ranked[0]) or [math.nan]))]
     reference = (finite or timed)[0]
     results = {plan.name: _compare_results(reference, plan, ranked) for plan in timed}
     candidates = [plan for plan in timed if results[plan.name][0] != WORSE]
-    busy = any(is_busy(run.end.others, cores) for plan in timed for run in plan.runs)
     fastest = max(candidates, key=lambda plan: plan.speed)
-    tied = [plan for plan in candidates if plan is fastest or not _faster(fastest, plan, busy)]
+    tied = [plan for plan in candidates if plan is fastest or not _faster(fastest, plan)]
     following = [plan for plan in tied if results[plan.name][0] == FOLLOWS]
     recommended = reference if reference in tied else (following or [fastest])[0]
-
-    def standing(plan: Summary) -> Standing:
+    standings = []
+    for plan in summaries:
         if plan not in timed:
-            return Standing(plan.name)
-        if plan is recommended:
-            return Standing(plan.name, 1.0, None, YES, *results[plan.name])
-        bounds, sure = interval(recommended.speeds, plan.speeds, truediv), _faster(recommended, plan, busy)
-        return Standing(plan.name, recommended.speed / plan.speed, bounds, sure, *results[plan.name])
-
-    standings = tuple(map(standing, summaries))
+            standings.append(Standing(plan.name))
+        elif plan is recommended:
+            standings.append(Standing(plan.name, 1.0, None, YES, *results[plan.name]))
+        else:
+            ratio, bounds = recommended.speed / plan.speed, interval(recommended.speeds, plan.speeds, truediv)
+            standings.append(Standing(plan.name, ratio, bounds, _faster(recommended, plan), *results[plan.name]))
     counts = sorted(len(plan.speeds) for plan in timed)
-    sentence, sure = _sentence(recommended.name, standings, counts, busy)
+    sentence, sure = _sentence(recommended.name, standings, counts)
     if sure != YES:
         repeats = f"{ENOUGH} runs or more of each plan" if counts[0] < ENOUGH else "more runs of each plan"
-        flag = " (--repeats)" if repeatable else ""
-        doubts = (f"To be sure, compare {repeats}{flag}{', on a quiet machine' if busy else ''}.", *doubts)
-    return Verdict(sentence, recommended.name, standings, doubts)
+        doubts.insert(0, f"To be sure, compare {repeats}{' (--repeats)' if repeatable else ''}.")
+    return Verdict(sentence, recommended.name, tuple(standings), tuple(doubts))
 
 
-def _sentence(recommended: str, standings: Sequence[Standing], counts: Sequence[int], busy: bool) -> tuple[str, int]:
+def _sentence(recommended: str, standings: Sequence[Standing], counts: Sequence[int]) -> tuple[str, int]:
     """``"Use fp32: bf16 took 1.30 × as long, O1 30 × (5 runs each, bf16 unproven)."``, and how sure that is."""
     finished = sorted((s for s in standings if s.ratio), key=lambda s: s.ratio or 0.0)
+    times = {s.name: f"{ratio_text(s.ratio or 0.0)} ×" for s in finished}
     winner = next(s for s in finished if s.name == recommended)
     rejected = [s for s in finished if s.result == WORSE and (s.ratio or 0.0) < 1]
     rivals = [s for s in finished if s is not winner and s not in rejected]
@@ -204,49 +206,18 @@ def _sentence(recommended: str, standings: Sequence[Standing], counts: Sequence[
     reason = "its results are not worse"
     if rivals:
         shown = rivals if len(rivals) <= 3 else [rivals[0], rivals[-1]]
-        reason = f"{shown[0].name} took {_times(shown[0])} as long" + "".join(
-            f", {s.name} {_times(s)}" for s in shown[1:]
-        )
+        reason = f"{shown[0].name} took {times[shown[0].name]} as long"
+        reason += "".join(f", {s.name} {times[s.name]}" for s in shown[1:])
     if sure == NO:
         reason = f"no other plan is shown to be faster; {reason}"
     runs = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
     basis = [f"{runs} run{'s' if counts[-1] > 1 else ''} each"]
-    if busy and sure == HINT:
-        basis.append("busy machine")
     basis += [f"{s.name} {s.result}" for s in (winner, *rivals[:1]) if s.result in (UNPROVEN, WORSE)]
     head = f"{'Probably use' if sure == HINT else 'Use'} {recommended}"
     head += " if its results are good enough" if winner.result == UNPROVEN else ""
-    clauses = [f"{s.name} took {_times(s)} as long, but is worse: {s.reason}" for s in rejected]
+    clauses = [f"{s.name} took {times[s.name]} as long, but is worse: {s.reason}" for s in rejected]
     clauses += [f"{s.name} did not finish" for s in standings if not s.ratio]
     return "; ".join([f"{head}: {reason} ({', '.join(basis)})", *clauses]) + ".", sure
-
-
-def _times(plan: Standing) -> str:
-    return f"{ratio_text(plan.ratio or 0.0)} ×"
-
-
-def is_busy(processors: float | None, cores: int | None) -> bool:
-    return cores is not None and processors is not None and processors > BUSY * cores
-
-
-def _doubts(summaries: Sequence[Summary], timed: Sequence[Summary], cores: int | None) -> tuple[str, ...]:
-    runs = [(summary, run) for summary in summaries for run in summary.runs]
-    busy = [(run.end.others, s.name, run.number) for s, run in runs if is_busy(run.end.others, cores)]
-    doubts = []
-    if busy:
-        processors, name, number = max(busy)
-        doubts.append(
-            f"The machine was busy: other work used {processors:.1f} of its {cores} processors during {name} (run "
-            f"{number}), "
-            f"and more than a tenth of them in {len(busy)} of {len(runs)} runs."
-        )
-    if len({count for summary in timed for count in summary.counts}) > 1:
-        counts = ", ".join(f"{summary.name}: {max(summary.counts)[0]:,} updates" for summary in timed)
-        doubts.append(f"The runs differ in length, so {timed[0].unit} a second are compared ({counts}).")
-    unfinished = [s.name for s, run in runs if run.record and not run.record.complete and not run.end.why]
-    if unfinished:
-        doubts.append(f"A run of {unfinished[0]} has not ended: its numbers are those so far.")
-    return tuple(doubts)
 
 
 def ratio_text(value: float) -> str:

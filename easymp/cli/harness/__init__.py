@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -26,7 +25,6 @@ import psutil
 from ...base import env
 from ...base.units import duration, rate
 from ...errors import SettingError, check_whole
-from ...launcher.entrypoints import check_script
 from ...settings import NAMES, OVERRIDE, RECORD, checked, overrides
 from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, width, wrap
 
@@ -36,7 +34,6 @@ EVERY = 10.0  # seconds between two lines about a run, where no terminal shows o
 TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
 FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
 FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
-BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
 TASK = "task.json"
 COLOURS = (GREEN, RED, YELLOW)  # by exit code
 
@@ -89,24 +86,15 @@ class Script(NamedTuple):
     arguments: Sequence[str] = ()
     module: bool = False
 
-    def check(self) -> None:
-        check_script(self.path, self.module)
+    def command(self, *launcher: str) -> list[str]:
+        """The command that runs it in one process, or by the module `launcher`."""
+        words = [self.path, *self.arguments]
+        return [sys.executable, *launcher, *(["-m", *words] if self.module else words)]
 
     def launch(self, processes: int | None) -> list[str]:
         """The command that runs it on so many processes; None: one an accelerator, or one without any."""
         number = [] if processes is None else ["--processes", str(processes)]
-        launch = [sys.executable, "-m", "easymp", "launch", *number]
-        return [*launch, *self._words]
-
-    def command(self) -> list[str]:
-        """The command that runs it in one process, without the launcher."""
-        return [sys.executable, *self._words]
-
-    @property
-    def _words(self) -> list[str]:
-        """The script and its arguments, as Python's own command line has them."""
-        words = [self.path, *self.arguments]
-        return ["-m", *words] if self.module else words
+        return self.command("-m", "easymp", "launch", *number)
 
     def write_task(self, folder: Path, **facts: Any) -> None:
         """Write what `rank.read_task` reads: the script and `facts`."""
@@ -196,7 +184,6 @@ class End:
     why: str  # a sentence where it did not finish; else ""
     started: float  # seconds since the epoch
     wall: float  # seconds in all
-    others: float | None  # processors that other work used meanwhile, on average; None where that is unknown
 
 
 def run(
@@ -211,7 +198,7 @@ def run(
     An interruption (KeyboardInterrupt) stops the run and is an end like others.
     """
     folder.mkdir(parents=True)
-    other_seconds, started, start = _other_seconds(), time.time(), time.perf_counter()
+    started, start = time.time(), time.perf_counter()
     settings = {**settings, "project_dir": str(folder / "project")}
     child = Child(command, settings, {RECORD: str(folder)}, folder / "output.txt")
     status = child.wait(timeout, watch)
@@ -222,15 +209,7 @@ def run(
         LATE: f"stopped after {timeout or 0:g} seconds (--timeout)",
         INTERRUPTED: "stopped by a signal",
     }
-    return End(status, reasons[status], started, wall, max(0.0, _other_seconds() - other_seconds) / wall)
-
-
-def _other_seconds() -> float:
-    """Processor seconds of the machine so far, without those of this process and its ended children."""
-    times = psutil.cpu_times()
-    usages = [resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    busy: float = sum(getattr(times, name, 0.0) for name in BUSY_TIMES)
-    return busy - sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return End(status, reasons[status], started, wall)
 
 
 class Progress:
@@ -242,14 +221,25 @@ class Progress:
     """
 
     def __init__(self, head: str, folder: Path) -> None:
-        self._head, self._path = head, folder / "rank-0.jsonl"
+        self._head, self._path, self._offset = head, folder / "rank-0.jsonl", 0
         self._first: dict[str, Any] = {}  # lines of the record: the first update, and the newest
         self._newest: dict[str, Any] = {}
-        self._offset, self._is_terminal = 0, sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty()
         self.show("starting")
 
     def __call__(self) -> None:
-        self._read()
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                for text in file:
+                    if not text.endswith(b"\n"):  # it is being written
+                        break
+                    self._offset += len(text)
+                    line = json.loads(text)
+                    if line["event"] in ("first", "memory"):
+                        self._newest = line
+                    if line["event"] == "first":
+                        self._first = line
         if not self._first or (not self._is_terminal and time.perf_counter() - self._printed_at < EVERY):
             return
         updates, seconds = (self._newest[name] - self._first[name] for name in ("updates", "at"))
@@ -260,21 +250,6 @@ class Progress:
             left = max(0, total - self._newest["updates"]) * seconds / updates
             length = f" of {round(total):,}, {duration(left)} left"
         self.show(f"update {self._newest['updates']:,}{length}, {rate(updates / seconds)} updates/s")
-
-    def _read(self) -> None:
-        if not self._path.exists():
-            return
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            for text in file:
-                if not text.endswith(b"\n"):  # it is being written
-                    break
-                self._offset += len(text)
-                line = json.loads(text)
-                if line["event"] in ("first", "memory"):
-                    self._newest = line
-                if line["event"] == "first":
-                    self._first = line
 
     def show(self, text: str, last: bool = False) -> None:
         """Print a line about the run; on a terminal in place of the one before, unless that was the `last`."""

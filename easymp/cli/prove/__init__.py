@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base import env
+from ...launcher.entrypoints import check_script
 from ...settings import overrides, resolve
 from ..harness import FAILURE, FINISHED, INTERRUPTED, End, Progress, Script, check_new, count, headline, plan_settings
 from ..harness import arguments as script_arguments
@@ -86,7 +87,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     script = Script(args.script, args.arguments, args.module)
-    script.check()
+    check_script(args.script, args.module)
     settings = plan_settings(args)
     if args.output:
         check_new(args.output)
@@ -186,7 +187,8 @@ def difference(row: Mapping[str, Any]) -> str:
     head = f"at update {row['update']} of {row['class']}, {plan_text(row)}, "
     if tensor := row["apart"]:
         values = f"{tensor['plan']:.6g} on rank {tensor['rank']} and {tensor['one']:.6g} on rank 0"
-        return f"{head}the {tensor['kind']} of {element(tensor)} is {values}, and must be equal"
+        element = f"{tensor['name']}{tensor['at']} in {tensor['layer']}"
+        return f"{head}the {tensor['kind']} of {element} is {values}, and must be equal"
     clauses = []
     if not row.get("loss", {"times": 0})["times"] <= 1:
         clauses.append(f"the loss is {row['loss']['plan']:.6g}, and {row['loss']['one']:.6g} on one process")
@@ -196,19 +198,14 @@ def difference(row: Mapping[str, Any]) -> str:
         if tensors := row[kind]["beyond"]:
             tensor, count = tensors[0], len(tensors) - 1
             clauses.append(
-                f"the {kind[:-1]} of {element(tensor)} is {tensor['plan']:.6g}, and {tensor['one']:.6g} on one "
-                f"process, {tensor['times']:.2g} times what the precision explains"
-                + f" ({count} others differ, too)"
-                * (count > 0)
+                f"the {kind[:-1]} of {tensor['name']}{tensor['at']} in {tensor['layer']} is {tensor['plan']:.6g}, and "
+                f"{tensor['one']:.6g} on one process, {tensor['times']:.2g} times what the precision explains"
+                f"{f' ({count} others differ, too)' if count else ''}"
             )
             break
     if row["layer"]:
         clauses.append(f"the first layer whose output differs is {row['layer']}")
     return head + "; ".join(clauses)
-
-
-def element(tensor: Mapping[str, Any]) -> str:
-    return f"{tensor['name']}{tensor['at']} in {tensor['layer']}"
 
 
 def causes(row: Mapping[str, Any]) -> list[str]:

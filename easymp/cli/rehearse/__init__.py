@@ -34,6 +34,7 @@ from ...base import env
 from ...base.lazy import modules_at_first_use
 from ...base.units import duration, size
 from ...errors import SettingError
+from ...launcher.entrypoints import check_script
 from ...settings import overrides
 from ..harness import INTERRUPTED, Child, Script, count, headline, plan_settings
 from ..harness import arguments as script_arguments
@@ -77,7 +78,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     script = Script(args.script, args.arguments, args.module)
-    script.check()
+    check_script(args.script, args.module)
     described = gpus.describe(args.machine) if args.machine else None
     devices = described.processes if described else len(hardware.detect().devices)  # of a node
     processes = args.processes or (described.nodes * devices if described else max(1, devices))

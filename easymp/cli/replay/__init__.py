@@ -31,6 +31,7 @@ from ... import checkpoint, hardware
 from ...base import env
 from ...base.lazy import modules_at_first_use
 from ...errors import SettingError
+from ...launcher.entrypoints import check_script
 from ..harness import INTERRUPTED, Child, Script, count
 from ..harness import reworded as reworded
 from ..terminal import ended_by_signals
@@ -116,7 +117,7 @@ def script_of(args: argparse.Namespace, begin: dict[str, Any]) -> tuple[Script, 
         )
     folder = folder if os.path.isdir(folder) else os.getcwd()
     if not script.module:
-        script._replace(path=os.path.join(folder, script.path)).check()
+        check_script(os.path.join(folder, script.path), module=False)
     return script, folder
 
 
