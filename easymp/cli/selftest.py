@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,13 +154,29 @@ def check_training(acc: Accelerator) -> str:
 
 
 def check_precisions() -> str:
-    """Each precision that this machine does not refuse, against fp32."""
+    """Each precision that this machine does not refuse: outputs near fp32's, and a finite loss after an epoch."""
     distances, refused = [], []
     for name in PRECISIONS:
+        if is_fp32(name):
+            continue
         try:
-            distances += [] if is_fp32(name) else [f"{name} {precision_distance(name):.2%}"]
+            precision: Any = name
+            acc = Accelerator(mixed_precision=precision, deterministic=False, gradient_accumulation_steps=1)
         except RefusedError:
             refused.append(name)
+            continue
+        with closing(acc):
+            training, reference = prepared(acc), Training.on(acc.device)
+            inputs = torch.cat([inputs for inputs, _ in reference.loader]).to(acc.device)
+            with torch.no_grad():
+                expected = reference.model(inputs)
+                distance = float((training.model(inputs).float() - expected).norm() / expected.norm())
+            if not distance <= TOLERANCES[name]:
+                bound = f"at most {TOLERANCES[name]:.2%} is rounding"
+                raise WrongAnswer(f"{name}: outputs lie {distance:.2%} from fp32's; {bound}")
+            if not (loss := training.epoch(acc.backward)).isfinite():
+                raise WrongAnswer(f"{name}: the loss is {loss.item()}")
+        distances.append(f"{name} {distance:.2%}")
     summary = f"outputs off fp32's: {', '.join(distances)}" if distances else "fp32 only"
     return summary + (f"; not here: {', '.join(refused)}" if refused else "")
 
@@ -168,23 +185,7 @@ def is_fp32(name: str) -> bool:
     return PRECISIONS[name].compute == torch.float32 and not PRECISIONS[name].tf32
 
 
-def precision_distance(name: Any) -> float:
-    """Distance of the outputs from fp32's, relative to their norm; then an epoch of training must stay finite."""
-    with closing(Accelerator(mixed_precision=name, deterministic=False, gradient_accumulation_steps=1)) as acc:
-        training, reference = prepared(acc), Training.on(acc.device)
-        inputs = torch.cat([inputs for inputs, _ in reference.loader]).to(acc.device)
-        with torch.no_grad():
-            expected = reference.model(inputs)
-            distance = float((training.model(inputs).float() - expected).norm() / expected.norm())
-        if not distance <= TOLERANCES[name]:
-            bound = f"at most {TOLERANCES[name]:.2%} is rounding"
-            raise WrongAnswer(f"{name}: outputs lie {distance:.2%} from fp32's; {bound}")
-        if not (loss := training.epoch(acc.backward)).isfinite():
-            raise WrongAnswer(f"{name}: the loss is {loss.item()}")
-        return distance
-
-
-def check_checkpoint(acc: Accelerator, folder: Path) -> str:
+def check_checkpoint(folder: Path, acc: Accelerator) -> str:
     """A run that goes back to its checkpoint repeats the next epoch bit for bit."""
     training = prepared(acc)
     training.epoch(acc.backward)
@@ -193,16 +194,16 @@ def check_checkpoint(acc: Accelerator, folder: Path) -> str:
     acc.load_state(path)
     repeated = float(acc.mean(training.epoch(acc.backward)))
     if loss != repeated:
-        losses = f"a mean loss of {loss!r}, and {repeated!r} after loading it"
-        raise WrongAnswer(f"the epoch after the checkpoint had {losses}")
+        raise WrongAnswer(f"the epoch after the checkpoint had a mean loss of {loss!r}, and {repeated!r} once loaded")
     damages = checkpoint.verify(path) if acc.is_main_process else []
     if damages:
         raise WrongAnswer(f"{len(damages)} of its files changed: {damages[0].file} {damages[0].why}")
     return "saved, loaded, and the next epoch is the same, bit for bit"
 
 
-def check_kernels(device: torch.device) -> str:
+def check_kernels(acc: Accelerator) -> str:
     """An epoch of AdamW with clipping, by kernels and by torch."""
+    device = acc.device
     if device.type != "cuda":
         raise SkippedCheck(f"they are for NVIDIA GPUs, and this rank trains on {device.type}")
     launcher = launcher_for(device)
@@ -211,16 +212,14 @@ def check_kernels(device: torch.device) -> str:
     reference, training = Training.on(device), Training.on(device)
     engine = Engine(training.optimizer)
 
-    def backward_and_clip(loss: Tensor) -> None:
+    def backward_and_clip(clip: Callable[[], Any], loss: Tensor) -> None:
         loss.backward()
-        nn.utils.clip_grad_norm_(reference.model.parameters(), 0.1)
+        clip()
 
-    def backward_and_clip_by_kernels(loss: Tensor) -> None:
-        loss.backward()
-        engine.clip_grad_norm_(0.1)
-
-    reference.epoch(backward_and_clip)
-    training._replace(optimizer=engine).epoch(backward_and_clip_by_kernels)
+    clip_by_torch = partial(nn.utils.clip_grad_norm_, list(reference.model.parameters()), 0.1)
+    reference.epoch(partial(backward_and_clip, clip_by_torch))
+    clip_by_kernels = partial(engine.clip_grad_norm_, 0.1)
+    training._replace(optimizer=engine).epoch(partial(backward_and_clip, clip_by_kernels))
     pairs = zip(training.model.parameters(), reference.model.parameters())
     distance = max(float((weight - expected).abs().max()) for weight, expected in pairs)
     if not distance <= KERNEL_TOLERANCE:
@@ -230,35 +229,30 @@ def check_kernels(device: torch.device) -> str:
     return f"{SAMPLES // BATCH} steps of AdamW with clipping are torch's, up to {distance:.1g}"
 
 
-def planned_device(folder: Path) -> torch.device:
-    """The device of the plan, which rank 0 writes to the folder."""
-    with closing(Accelerator(settings=Settings(timeout=TIMEOUT))) as acc:
-        if acc.is_main_process:
-            (folder / "plan.txt").write_text(str(acc), encoding="utf-8")
-        return acc.device
-
-
 def with_accelerator(check: Callable[[Accelerator], str]) -> str:
     """Run a check with an Accelerator of its own, so that no check can break the next; a global batch is 32 samples."""
-    loaders = DataLoaderConfiguration(split_batches=True)
-    with closing(
-        Accelerator(
-            seed=0, gradient_accumulation_steps=1, dataloader_config=loaders, settings=Settings(timeout=TIMEOUT)
-        )
-    ) as acc:
+    loaders, settings = DataLoaderConfiguration(split_batches=True), Settings(timeout=TIMEOUT)
+    acc = Accelerator(seed=0, gradient_accumulation_steps=1, dataloader_config=loaders, settings=settings)
+    with closing(acc):
         return check(acc)
 
 
 def main(folder: Path) -> None:
+    def check_plan() -> str:
+        with closing(Accelerator(settings=Settings(timeout=TIMEOUT))) as acc:
+            if acc.is_main_process:
+                (folder / "plan.txt").write_text(str(acc), encoding="utf-8")
+            return f"trains on {acc.device}"
+
     checks: dict[str, Callable[[], str]] = {
-        "plan": lambda: f"trains on {planned_device(folder)}",
-        "collectives": lambda: with_accelerator(check_collectives),
-        "bandwidth": lambda: with_accelerator(check_bandwidth),
-        "data": lambda: with_accelerator(check_data),
-        "training": lambda: with_accelerator(check_training),
+        "plan": check_plan,
+        "collectives": partial(with_accelerator, check_collectives),
+        "bandwidth": partial(with_accelerator, check_bandwidth),
+        "data": partial(with_accelerator, check_data),
+        "training": partial(with_accelerator, check_training),
         "precision": check_precisions,
-        "checkpoint": lambda: with_accelerator(lambda acc: check_checkpoint(acc, folder)),
-        "kernels": lambda: check_kernels(planned_device(folder)),
+        "checkpoint": partial(with_accelerator, partial(check_checkpoint, folder)),
+        "kernels": partial(with_accelerator, check_kernels),
     }
     for name, check in checks.items():
         run_check(folder, name, check)

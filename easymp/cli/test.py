@@ -68,18 +68,15 @@ def run(args: argparse.Namespace) -> int:
 def run_checks(processes: int) -> tuple[list[Row], str, int]:
     """The checks on `processes` ranks of this machine, the plan as rank 0 explains it, and the launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="easymp-test-") as scratch:
-        folder = Path(scratch)
         code = launch_script(f"{__package__}.selftest", [scratch], processes, module=True)
-        outcomes: list[dict[str, dict[str, Any]]] = [{} for _ in range(processes)]
-        for rank, by_check in enumerate(outcomes):
-            path = folder / f"rank-{rank}.jsonl"
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-                outcome = json.loads(line)
-                by_check[outcome["check"]] = outcome  # the end of a check replaces its beginning
-        checks = dict.fromkeys(check for by_check in outcomes for check in by_check)
-        rows = [combine(check, [by_check.get(check) for by_check in outcomes]) for check in checks]
-        plan = folder / "plan.txt"
-        return rows, plan.read_text(encoding="utf-8") if plan.exists() else "", code
+        texts = {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).iterdir() if path.is_file()}
+    outcomes: list[dict[str, dict[str, Any]]] = []
+    for rank in range(processes):
+        lines = map(json.loads, texts.get(f"rank-{rank}.jsonl", "").splitlines())
+        outcomes.append({line["check"]: line for line in lines})  # the end of a check replaces its beginning
+    checks = dict.fromkeys(check for by_check in outcomes for check in by_check)
+    rows = [combine(check, [by_check.get(check) for by_check in outcomes]) for check in checks]
+    return rows, texts.get("plan.txt", ""), code
 
 
 def combine(check: str, outcomes: Sequence[dict[str, Any] | None]) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -86,17 +86,19 @@ def nvidia_device(
 
 def is_built_for(capability: tuple[int, int], arch_list: Iterable[str]) -> bool:
     """Whether code compiled for `arch_list`, as ``["sm_80", "sm_90a", "compute_120"]``, runs on `capability`."""
-    codes = [code for arch in arch_list if (code := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch))]
-    return not codes or any(_runs(code, capability) for code in codes)
-
-
-def _runs(code: re.Match[str], capability: tuple[int, int]) -> bool:
     # NVCC documentation, "GPU Compilation": machine code (sm_) runs on the same major version and the same or a later
     # minor one, with the suffix "a" on that one alone; PTX (compute_) is compiled at load for any later capability.
-    form, minimum, suffix = code[1], (int(code[2]), int(code[3])), code[4]
-    if suffix == "a" or (form == "sm" and INTEGRATED & {capability, minimum}):
-        return capability == minimum
-    return minimum <= capability and (capability[0] == minimum[0] or (form == "compute" and not suffix))
+    codes = [code for arch in arch_list if (code := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch))]
+    for form, major, minor, suffix in (code.groups() for code in codes):
+        minimum = int(major), int(minor)
+        if suffix == "a" or (form == "sm" and INTEGRATED & {capability, minimum}):
+            runs = capability == minimum
+        else:
+            is_portable = form == "compute" and not suffix
+            runs = minimum <= capability and (capability[0] == minimum[0] or is_portable)
+        if runs:
+            return True
+    return not codes
 
 
 def build_for(device: Device) -> str:
@@ -353,15 +355,6 @@ def probe_apple() -> Probe | str:
     return Probe((Device("mps", 0, f"{chip} GPU", torch.mps.recommended_max_memory(), bf16=native),))
 
 
-# The first that finds something wins.
-PROBES: dict[str, Callable[[], Probe | str]] = {
-    "nvidia": probe_nvidia,
-    "amd": probe_amd,
-    "intel": probe_intel,
-    "apple": probe_apple,
-}
-
-
 def detect(use_accelerators: bool = True) -> Hardware:
     """Look at this machine, as this process may use it, once for each value of ``CUDA_VISIBLE_DEVICES``.
 
@@ -384,7 +377,8 @@ def _detect(use_accelerators: bool, visible_devices: str | None) -> Hardware:
     if not use_accelerators:
         return Hardware(processor, looked_for=("no accelerator was looked for, as asked",))
     missing: list[str] = []
-    for vendor, probe in PROBES.items():
+    probes = {"nvidia": probe_nvidia, "amd": probe_amd, "intel": probe_intel, "apple": probe_apple}
+    for vendor, probe in probes.items():  # the first that finds something wins
         result = probe()
         if isinstance(result, Probe):
             return Hardware(processor, result.devices, vendor, result.links, (*missing, *result.missing))

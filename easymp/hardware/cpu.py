@@ -30,11 +30,14 @@ def probe(root: Path = ROOT) -> CPU:
     node_lists = root.glob("sys/devices/system/node/node[0-9]*/cpulist")
     # macOS has no affinity.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    quota = cpu_quota(root)
+    # Of 1.5 processors a second thread would be stopped half of the time, and parallel loops wait for their last one.
+    threads = allowed if quota is None else max(1, min(allowed, int(quota)))
     return CPU(
         name=name(root) or architecture,
         architecture=architecture,
         cores=_physical_cores(root) or logical,
-        threads=usable_threads(allowed, cpu_quota(root)),
+        threads=threads,
         numa_nodes=max(1, sum(bool(text(path)) for path in node_lists)),  # with processors
         memory=min(total, memory_limit(root) or total),
         features=features(root),
@@ -80,12 +83,6 @@ def features(root: Path = ROOT) -> frozenset[str]:
     cpuinfo = text(root / "proc/cpuinfo")  # x86 has a line "flags", Arm has "Features"
     flags = f"{_field(cpuinfo, 'flags')} {_field(cpuinfo, 'Features')}".split()
     return frozenset(NAMES[flag] for flag in flags if flag in NAMES)
-
-
-def usable_threads(allowed: int, quota: float | None) -> int:
-    """Number of threads that can run at once, at least one."""
-    # Of 1.5 processors a second thread would be stopped half of the time, and parallel loops wait for their last one.
-    return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def memory_limit(root: Path = ROOT) -> int | None:

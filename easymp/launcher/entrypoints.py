@@ -12,18 +12,17 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import hardware, settings
 from ..base import env, ranks
 from ..base.lazy import modules_at_first_use
-from ..errors import EasympWarning, RefusedError, SettingError, WorldError, check_whole
+from ..errors import RefusedError, SettingError, WorldError, check_whole
 from ..registry import PrecisionName
 from . import worker
 from .rendezvous import WAIT, RendezvousConfig, find_nodes, read_address
@@ -170,8 +169,8 @@ def notebook_launcher(
         log_line_prefix_template: refused.
 
     Returns:
-        What the function returned on this node's ranks, in rank order; None, with a warning, for a value that cannot be
-        sent to another process.
+        What the function returned on this node's ranks, in rank order; None, with a line on stderr, for a value that
+        cannot be sent to another process.
 
     Raises:
         RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no
@@ -274,12 +273,6 @@ def default_processes() -> int:
 # -- functions
 
 
-class _Unsendable(NamedTuple):
-    """Stands for a result that cannot be sent back."""
-
-    reason: str
-
-
 def _run_function(
     function: Callable[..., R],
     args: Sequence[Any],
@@ -310,14 +303,7 @@ def _run_function(
         if error.number == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.number) from None
-    values = []
-    for rank, value in sorted(results.items()):
-        if isinstance(value, _Unsendable):
-            text = f"rank {rank}'s result cannot be sent back ({value.reason}): it is None here"
-            warnings.warn(text, EasympWarning, stacklevel=3)
-            value = None
-        values.append(value)
-    return values
+    return [value for _, value in sorted(results.items())]
 
 
 def _refuse_fork(cpu: bool) -> None:
@@ -353,11 +339,9 @@ def _in_child(function: Callable[..., R], args: Sequence[Any]) -> Any:
         raise
     finally:
         atexit._run_exitfuncs()
-    sink = Connection(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), readable=False)
     try:
-        sink.send(value)  # as elastic sends it later
+        ForkingPickler.dumps(value)  # as elastic sends it later
     except Exception as error:
-        return _Unsendable(str(error))
-    finally:
-        sink.close()
+        worker.print_line(f"the function's result cannot be sent back ({error}): it is None there")
+        return None
     return value

@@ -79,7 +79,7 @@ def test_lines_that_are_commented_out_read_as_settings_once_uncommented(config):
     text = re.sub(r"(?m)^# (\w+ = )", r"\1", FILE.read_text())
     content = tomllib.loads(text)
     names = {f.name for f in fields(Settings)} - {"sources", "initialize"}
-    assert content.keys() - {"launch"} == names and len(content["launch"]) == 8
+    assert content.keys() - {"launch"} == names and len(content["launch"]) == 7
     FILE.write_text(text)
     assert main(["env"]) == 0
 

@@ -149,12 +149,7 @@ ONE, TP = {"launch": {"processes": 1}}, {"strategy": "tensor_parallel", "strateg
 HSDP = {"strategy": "hsdp", "strategy_options": {"shard_size": 2}}
 SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 INDUCTOR = {"dynamo_backend": "INDUCTOR"}
-REGIONAL = {
-    "dynamo_mode": "reduce-overhead",
-    "dynamo_use_dynamic": False,
-    "dynamo_use_regional_compilation": True,
-}
-REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
+TUNED = {"compile": {"what": "model", "mode": "max-autotune"}}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +165,8 @@ REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
         (multi("XLA"), FOUR),
         (multi(main_process_port=0, gpu_ids="0,1"), DDP | FOUR),
         (multi(dynamo_config=INDUCTOR), DDP | FOUR | {"compile": "model"}),
-        (multi(dynamo_config=INDUCTOR | REGIONAL), DDP | FOUR | REDUCED),
+        (multi(dynamo_config=INDUCTOR | {"dynamo_mode": "max-autotune"}), DDP | FOUR | TUNED),
+        (multi(dynamo_config=INDUCTOR | {"dynamo_mode": "default"}), DDP | FOUR | {"compile": "model"}),
         (multi(dynamo_backend="AOT_EAGER"), DDP | FOUR | {"compile": {"backend": "aot_eager"}}),
         (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": 4}), {"strategy": "hsdp"} | FOUR),
         (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": "NO_SHARD"}), DDP | FOUR),
@@ -183,7 +179,6 @@ REDUCED = {"compile": {"what": "blocks", "mode": "reduce-overhead"}}
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, BF16 | {"strategy": "zero1"}),
         ({"amp": {"enabled": True, "opt_level": "O2"}}, {"mixed_precision": "O2"}),
         ({"tensor_parallel": {"autotp_size": 2}}, TP),
-        ({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}, {"log_with": "tensorboard,wandb"}),
     ],
 )  # fmt: skip
 def test_settings_of_a_file(import_text, content, settings):
@@ -210,6 +205,8 @@ SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
         ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", "fp16 is not enabled"),
         (SIZES, "train_micro", r"batch_size=4\)"),
         ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
+        (multi(dynamo_config={"dynamo_use_dynamic": True}), "dynamo_config.dynamo_use", r"table \[compile\]"),
+        ({"wandb": {"enabled": True}}, "wandb", "EASYMP_LOG_WITH=tensorboard, wandb or jsonl"),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
     ],
 )

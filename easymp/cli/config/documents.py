@@ -64,9 +64,6 @@ def _without_comments(text: str) -> str:
     return COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
-MAX_DEPTH = 100  # levels of a YAML file
-
-
 def _read_yaml(text: str, name: str) -> Any:
     if sentence := missing_packages("yaml", "yaml"):
         raise SettingError(f"{name} is a YAML file, and {sentence}")
@@ -79,13 +76,8 @@ def _read_yaml(text: str, name: str) -> Any:
 
     with _parsing(name, "YAML"):
         try:
-            depth = 0
-            for event in yaml.parse(text):
-                if isinstance(event, yaml.AliasEvent):  # a few can mean billions
-                    raise SettingError(f"{name} has an alias (*), which no configuration needs: write the value")
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > MAX_DEPTH:  # the loader calls itself at each level
-                    raise ValueError(f"it nests more than {MAX_DEPTH} levels")
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few can mean billions
+                raise SettingError(f"{name} has an alias (*), which no configuration needs: write the value")
             return yaml.load(text, Loader)  # a SafeLoader
         except yaml.YAMLError as error:
             raise ValueError(error) from error

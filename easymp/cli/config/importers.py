@@ -13,20 +13,9 @@ from typing import Any
 
 from ...errors import RefusedError, SettingError, nearest
 from ...registry import ALIASES
-from ...settings import LAUNCHING, as_table
+from ...settings import LAUNCHING
 from .documents import Document, read_document
-from .rules import (
-    KEYS,
-    OFF,
-    SENTENCES,
-    ImportedSettings,
-    Rule,
-    Rules,
-    accumulate,
-    also_off,
-    is_off,
-    switch,
-)
+from .rules import KEYS, OFF, SENTENCES, ImportedSettings, Rule, Rules, accumulate, also_off, is_off, switch
 
 DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")  # kinds of distributed_type
 UNSUPPORTED = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
@@ -165,13 +154,6 @@ def _tensor_parallel(settings: ImportedSettings, value: Any) -> str:
     return f"{settings.set('strategy', 'tensor_parallel')}; {settings.option(size=value)}"
 
 
-def _tracker(settings: ImportedSettings, value: Any) -> str:
-    if not isinstance(value, Mapping) or value.get("enabled") is not True:
-        return OFF
-    trackers = [settings.values.pop("log_with")] if "log_with" in settings.values else []
-    return f"{settings.set('log_with', ','.join([*trackers, settings.path[-1]]))}: the tracker of accelerator.log"
-
-
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
@@ -192,8 +174,6 @@ BY_VALUE: dict[str, Rule] = {
     "bf16.enabled": switch("mixed_precision", "bf16"),
     "tensor_parallel.autotp_size": _tensor_parallel,
     "compile.enabled": switch("compile", "model"),
-    "tensorboard": _tracker,
-    "wandb": _tracker,
 }
 AMP: Rules = {
     "enabled": lambda s, _: s.set("mixed_precision", s.document.content["amp"].get("opt_level", "O1")),
@@ -266,19 +246,7 @@ def _mixed_precision(settings: ImportedSettings, value: Any) -> str:
 
 def _backend(settings: ImportedSettings, value: Any) -> str:
     name = str(value).lower()
-    options = {"what": "model", **as_table(settings.values.get("compile"))} if name == "inductor" else {"backend": name}
-    return settings.table("compile", **options)
-
-
-def _compile_option(name: str, on: Any = None) -> Rule:
-    """A rule for a key of ``dynamo_config``, where it names a backend: option `name` gets `on`, or the key's value."""
-
-    def rule(settings: ImportedSettings, value: Any) -> str:
-        if is_off(_section(settings.document.content, "dynamo_config").get("dynamo_backend")):
-            return "nothing to take: no dynamo_backend is named"
-        return settings.table("compile", **{name: str(value).lower() if on is None else on})
-
-    return rule
+    return settings.table("compile", **{"what": "model"} if name == "inductor" else {"backend": name})
 
 
 @also_off
@@ -323,10 +291,7 @@ ACCELERATE_RULES: dict[str, dict[str, Rule]] = {
     },
     "dynamo_config": {
         "dynamo_backend": _backend,
-        "dynamo_use_regional_compilation": _compile_option("what", "blocks"),
-        "dynamo_mode": _compile_option("mode"),
-        "dynamo_use_fullgraph": _compile_option("fullgraph", True),
-        "dynamo_use_dynamic": _compile_option("dynamic", True),
+        "dynamo_mode": lambda s, value: OFF if value == "default" else s.table("compile", mode=str(value).lower()),
     },
     "fsdp_config": {
         "fsdp_sharding_strategy": _sharding_strategy,

@@ -64,12 +64,6 @@ class Machine(NamedTuple):
     unknown: tuple[str, ...] = ()  # facts that a description of it leaves open
 
 
-def this_machine() -> Machine:
-    counts = [(env.integer(name) or 0, f"{name} in the environment") for name in SLURM]
-    nodes, reason = max(counts) if max(counts)[0] > 0 else (1, "nothing announced others")
-    return Machine(hardware_package.detect(), nodes, reason, socket.gethostname())
-
-
 @dataclass(frozen=True)
 class Draft:
     """One machine and some settings, those of `easymp launch` among them; the others have their defaults."""
@@ -90,10 +84,6 @@ class Draft:
         return 0 if self.get("cpu") else len(self.machine.hardware.devices)
 
     @property
-    def threads(self) -> int:
-        return self.machine.hardware.cpu.threads
-
-    @property
     def processes(self) -> int:
         """On each node: as set, or one an accelerator, or one."""
         return self.get("processes") or max(1, self.devices)
@@ -108,9 +98,12 @@ class Draft:
         """Processes on the largest number of nodes."""
         return self.processes * self.nodes[1]
 
-    def plan(self) -> Plan:
-        """The plan of rank 0 in the largest world. Raises RefusedError where the values are impossible here."""
-        return self._plan(Ranks(0, self.world_size, 0, self.processes, "asked for"))
+    def plan(self, ranks: Ranks | None = None) -> Plan:
+        """The plan of a rank, or of rank 0 in the largest world. Raises RefusedError for impossible values."""
+        sources = {name: (Source.ASKED, self.origins[name]) for name in self.values if name in NAMES}
+        settings = Settings(**{name: self.values[name] for name in sources}, sources=sources)
+        first = Ranks(0, self.world_size, 0, self.processes, "asked for")
+        return make_plan(settings, self.machine.hardware, ranks or first)
 
     def refusal(self, name: str, value: Any) -> str:
         """Why `value` is impossible beside the other values, or ``""``."""
@@ -118,15 +111,15 @@ class Draft:
             draft = self.with_value(name, checked(FIELDS[name], value, f"{name} = "), f"{name} = {value}")
             local = draft.processes
             for nodes in dict.fromkeys(draft.nodes):
-                draft._plan(Ranks(local * nodes - 1, local * nodes, local - 1, local))
+                draft.plan(Ranks(local * nodes - 1, local * nodes, local - 1, local))
         except (SettingError, RefusedError) as error:
             return str(error)
         return ""
 
-    def _plan(self, ranks: Ranks) -> Plan:
-        sources = {name: (Source.ASKED, self.origins[name]) for name in self.values if name in NAMES}
-        settings = Settings(**{name: self.values[name] for name in sources}, sources=sources)
-        return make_plan(settings, self.machine.hardware, ranks)
+    def automatic(self, name: str, decision: str) -> str:
+        """The value of a setting that "auto" gives here, with the reason."""
+        choice = self.with_value(name, AUTO).plan().choices[decision]
+        return f"auto is {choice.value} ({choice.reason})"
 
 
 class Question(NamedTuple):
@@ -134,15 +127,10 @@ class Question(NamedTuple):
 
     name: str
     title: str
-    consequence: Callable[[Draft], str]  # the effect of the answer
+    consequence: str  # of the answer
     matters: Callable[[Draft], bool]  # whether the answer changes anything on the draft's machine
     suggestion: Callable[[Draft], str]  # the machine's, with the reason; "" for none
     choices: Mapping[str, str] = {}  # name: its meaning; empty: any answer
-
-    @property
-    def help(self) -> str:
-        text = str(FIELDS[self.name].metadata["help"])
-        return text[0].upper() + text[1:]
 
     @property
     def default(self) -> Any:
@@ -165,8 +153,6 @@ class Question(NamedTuple):
 
 def check_writable(path: str) -> None:
     """Raise SettingError where nothing can be written to `path`, a folder or a URL of fsspec; nothing is created."""
-    if not path.isprintable():
-        raise SettingError(f"{path!r} holds characters that a terminal does not show: use a plain name")
     if "://" in path:
         try:
             fsspec.get_filesystem_class(path.split("://")[0])
@@ -180,69 +166,54 @@ def check_writable(path: str) -> None:
         raise SettingError(f"{parent.absolute()} cannot be written to by this user: choose another folder")
 
 
-def _processes_consequence(draft: Draft) -> str:
-    share = f"They share {draft.threads} threads: more processes than that take turns. Each"
-    return f"{'Each trains on a GPU of its own and' if draft.devices else share} sees its own part of the data."
-
-
 def _precisions_differ(draft: Draft) -> bool:
     hardware = draft.machine.hardware
     facts = Facts(hardware, hardware.kind if draft.devices else "cpu", draft.world_size)
     return len({(p.param, p.compute) for p in PRECISIONS.values() if p.refuse(facts) is None}) > 1
 
 
-def _auto(draft: Draft, name: str, decision: str) -> str:
-    choice = draft.with_value(name, AUTO).plan().choices[decision]
-    return f"auto is {choice.value} ({choice.reason})"
-
-
-def _batch_consequence(draft: Draft) -> str:
-    processes = f", times {draft.world_size} processes" if draft.world_size > 1 else ""
-    return f"An update sees a loader's batch, times this{processes}: more than memory holds at once."
-
-
 QUESTIONS = (
     Question(
         "processes",
         "Processes",
-        _processes_consequence,
-        lambda draft: draft.devices > 1 or (not draft.devices and draft.threads > 1),
+        "Each trains on a GPU of its own, or shares the processor, and sees its own part of the data.",
+        lambda draft: draft.devices > 1 or (not draft.devices and draft.machine.hardware.cpu.threads > 1),
         lambda d: f"auto is {d.devices or 1} ({'one a GPU' if d.devices else 'training runs on the CPU'})",
     ),
     Question(
         "nodes",
         "Nodes",
-        lambda draft: "Each must start the command, and reach the first by the network.",
+        "Each must start the command, and reach the first by the network.",
         lambda draft: draft.devices > 1 or draft.machine.nodes > 1,
         lambda draft: f"auto is {draft.machine.nodes} ({draft.machine.nodes_reason})",
     ),
     Question(
         "mixed_precision",
         "Precision",
-        lambda draft: "Half precision takes less memory, and less time on hardware with units for it.",
+        "Half precision takes less memory, and less time on hardware with units for it.",
         _precisions_differ,
-        lambda draft: _auto(draft, "mixed_precision", "precision"),
+        lambda draft: draft.automatic("mixed_precision", "precision"),
         {AUTO: "decided by the hardware", **PRECISIONS.words},
     ),
     Question(
         "strategy",
         "Strategy",
-        lambda draft: "Parts that are divided take less memory on each process, and more communication.",
+        "Parts that are divided take less memory on each process, and more communication.",
         lambda draft: draft.world_size > 1 or draft.devices > 1,
-        lambda draft: _auto(draft, "strategy", "strategy"),
+        lambda draft: draft.automatic("strategy", "strategy"),
         {AUTO: "one process alone, several with ddp, or fsdp where a model does not fit", **STRATEGIES.words},
     ),
     Question(
         "gradient_accumulation_steps",
         "Gradient accumulation",
-        _batch_consequence,
+        "An update sees a loader's batch, times this, times the processes: more than memory holds at once.",
         lambda draft: True,
         lambda draft: draft.plan().accumulation.reason,
     ),
     Question(
         "project_dir",
         "Place of checkpoints",
-        lambda draft: "Checkpoints go to checkpoints/ in it: several times the model's size each.",
+        "Checkpoints go to checkpoints/ in it: several times the model's size each.",
         lambda draft: True,
         lambda draft: "the working directory" if draft.get("project_dir") is None else "",
     ),
@@ -275,10 +246,18 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
     path = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     target = file.open_target(path, writable=not args.dry_run)
     imported = import_file(args.foreign) if args.foreign else None
-    presets, machine = [Preset("--set", command_line)], this_machine()
-    if args.machine is not None:
-        machine, launching = _described_machine(args.machine)
-        presets.append(Preset(f"--for {args.machine}", launching))
+    presets = [Preset("--set", command_line)]
+    if args.machine is None:
+        counts = [(env.integer(name) or 0, f"{name} in the environment") for name in SLURM]
+        nodes, reason = max(counts) if max(counts)[0] > 0 else (1, "nothing announced others")
+        machine = Machine(hardware_package.detect(), nodes, reason, socket.gethostname())
+    else:
+        described = describe(args.machine)
+        machine = Machine(described.hardware, described.nodes, f"--for {args.machine}", unknown=described.unknown)
+        launching: dict[str, Any] = {"nodes": str(machine.nodes)} if machine.nodes > 1 else {}
+        if not machine.hardware.devices:
+            launching["processes"] = described.processes
+        presets.append(Preset(f"--for {args.machine}", launching))  # what `easymp launch` cannot detect there
     settled = {name for preset in presets for name in preset.values}
     if imported:
         presets.append(Preset(args.foreign, imported.values))
@@ -294,34 +273,32 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
                     value = {**as_table(start.values.get(name)), **value}
                 start = start.with_value(name, value, preset.origin)
     print_title(args.machine or "This machine")
-    nodes = ["nodes", f"{machine.nodes} ({machine.nodes_reason})"]
     unknown = [["not known", sentence] for sentence in machine.unknown]
-    print(table([*facts(machine.hardware), nodes, *unknown], fold=True))
+    nodes_row = ["nodes", f"{machine.nodes} ({machine.nodes_reason})"]
+    print(table([*facts(machine.hardware), nodes_row, *unknown], fold=True))
     if imported:
         print_title(f"The keys of {args.foreign} ({imported.library})")
         for key, sentence in imported.lines:
             print_sentence(key)
             print(wrap(f"    {plain(sentence)}", " " * 4))
     draft = answer_questions(start, dict(answers), args, settled)
-    print_plan("The plan", draft)
+    shown = _print_plan("The plan", draft)
     if interactive:
         print_sentence("Enter takes the default, Ctrl-C leaves, back goes to the previous question.")
     history: History = []
-    while True:
+    answer = BACK
+    while answer == BACK:
         if interactive:
-            proposed, draft = draft, answer_questions(start, answers, args, settled, history)
-            if _plan_rows(draft) != _plan_rows(proposed):
-                print_plan("The plan with these answers", draft)
+            draft = answer_questions(start, answers, args, settled, history)
+            shown = _print_plan("The plan with these answers", draft, unless=shown)
         text = _file_text(draft, target, presets)
         _print_changes(text, target)
-        if not interactive or args.dry_run or text.encode() == target.content:
-            break
-        backup = ", with a backup of the present one" if target.content is not None else ""
-        answer = questionary().select(f"Write {path.absolute()}{backup}?", ["yes", "no", BACK]).unsafe_ask()
-        if answer == "no":
-            raise KeyboardInterrupt
-        if answer == "yes":
-            break
+        answer = "yes"
+        if interactive and not args.dry_run and text.encode() != target.content:
+            backup = ", with a backup of the present one" if target.content is not None else ""
+            answer = questionary().select(f"Write {path.absolute()}{backup}?", ["yes", "no", BACK]).unsafe_ask()
+    if answer == "no":
+        raise KeyboardInterrupt
     print()
     if text.encode() == target.content:
         print_sentence(f"{path} has these settings already, and stays as it is.")
@@ -332,15 +309,6 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
         note = f" The backup is {backup_path.name}." if backup_path else ""
         print_sentence(f"Written to {path.absolute()}.{note}")
     _print_next_command(draft, path, args.machine)
-
-
-def _described_machine(text: str) -> tuple[Machine, dict[str, Any]]:
-    """The machine that ``--for`` describes, and the settings that `easymp launch` cannot detect on it."""
-    described = describe(text)
-    launching: dict[str, Any] = {"nodes": str(described.nodes)} if described.nodes > 1 else {}
-    if not described.hardware.devices:
-        launching["processes"] = described.processes
-    return Machine(described.hardware, described.nodes, f"--for {text}", unknown=described.unknown), launching
 
 
 # -- questions
@@ -394,37 +362,35 @@ def questionary() -> Any:
 
 
 def ask(question: Question, draft: Draft, default: Any) -> Any:
+    """Ask for an answer that is possible, or BACK. Choices that are impossible are shown with the reason."""
+    name, select = question.name, questionary().select
     print_title(question.title)
-    print_sentence(f"{question.help}. {question.consequence(draft)}")
+    help_text = str(FIELDS[name].metadata["help"])
+    print_sentence(f"{help_text[0].upper()}{help_text[1:]}. {question.consequence}")
     if suggestion := question.suggestion(draft):
         print_sentence(f"Here: {suggestion}.")
-    if question.choices:
-        return _ask_choice(question, draft, default)
+    if not question.choices:
 
-    def validate(text: str) -> str | bool:
-        if text.strip().lower() in ("", BACK):
-            return True
-        try:
-            return draft.refusal(question.name, question.parse(text.strip())) or True
-        except SettingError as error:
-            return str(error)
+        def validate(text: str) -> str | bool:
+            if text.strip().lower() in ("", BACK):
+                return True
+            try:
+                return draft.refusal(name, question.parse(text.strip())) or True
+            except SettingError as error:
+                return str(error)
 
-    message = f"{question.name} [{question.shown(default)}]:"
-    text = questionary().text(message, validate=validate).unsafe_ask().strip()
-    return BACK if text.lower() == BACK else question.parse(text) if text else default
-
-
-def _ask_choice(question: Question, draft: Draft, default: Any) -> Any:
-    """One of the choices; those that are impossible are shown with the reason."""
-    choices, choice, refusals = [], questionary().Choice, dict[str, str]()
-    for name, meaning in question.choices.items():
-        refusals[name] = draft.refusal(question.name, name)
-        reason = refusals[name].partition("cannot run here: ")[2] or refusals[name]
-        choices.append(choice(f"{name}: {meaning}", name, disabled=f"not here: {reason}" if reason else None))
-    choices.append(choice("back: to the previous question", BACK))
-    keys = {"use_search_filter": True, "use_jk_keys": False}
+        message = f"{name} [{question.shown(default)}]:"
+        text = questionary().text(message, validate=validate).unsafe_ask().strip()
+        return BACK if text.lower() == BACK else question.parse(text) if text else default
+    refusals = {choice: draft.refusal(name, choice) for choice in question.choices}
+    choices = []
+    for choice, meaning in question.choices.items():
+        reason = refusals[choice].partition("cannot run here: ")[2] or refusals[choice]
+        disabled = f"not here: {reason}" if reason else None
+        choices.append(questionary().Choice(f"{choice}: {meaning}", choice, disabled=disabled))
+    choices.append(questionary().Choice("back: to the previous question", BACK))
     while True:
-        answer = questionary().select(question.name, choices, default=default, **keys).unsafe_ask()
+        answer = select(name, choices, default=default, use_search_filter=True, use_jk_keys=False).unsafe_ask()
         if not refusals.get(answer):
             return answer
         print_sentence(refusals[answer])  # a filtered list offers disabled choices
@@ -433,15 +399,22 @@ def _ask_choice(question: Question, draft: Draft, default: Any) -> Any:
 # -- the plan and the file
 
 
-def _plan_rows(draft: Draft) -> list[list[str]]:
-    """Rows of a decision, and its value with the reason. Two columns: three are too many for 40 characters."""
+def _print_plan(title: str, draft: Draft, unless: Sequence[Sequence[str]] = ()) -> list[list[str]]:
+    """Print the plan under a title, where its rows are not `unless`; return the rows.
+
+    They have a decision, and its value with the reason. Two columns: three are too many for 40 characters.
+    """
     smallest, largest = draft.nodes
     count = str(largest) if smallest == largest else f"{smallest} to {largest}"
     nodes = f" on {count} nodes" if largest > 1 else ""
     detected = QUESTIONS[0].suggestion(draft).partition("(")[2].rstrip(")")
     reason = draft.origins["processes"] if draft.get("processes") else detected
     decisions = [[name, f"{choice.value} ({choice.reason})"] for name, choice in draft.plan().choices.items()]
-    return [["processes", f"{draft.world_size}{nodes} ({reason})"], *decisions]
+    rows = [["processes", f"{draft.world_size}{nodes} ({reason})"], *decisions]
+    if rows != unless:
+        print_title(title)
+        print(table(rows, fold=True))
+    return rows
 
 
 def _file_text(draft: Draft, target: file.Target, presets: Sequence[Preset]) -> str:
@@ -503,11 +476,6 @@ def _print_next_command(draft: Draft, path: Path, machine: str | None) -> None:
 
 def print_sentence(text: str) -> None:
     print(wrap(plain(text)))
-
-
-def print_plan(title: str, draft: Draft) -> None:
-    print_title(title)
-    print(table(_plan_rows(draft), fold=True))
 
 
 def print_title(text: str) -> None:
