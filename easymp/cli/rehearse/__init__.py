@@ -92,20 +92,26 @@ def run(args: argparse.Namespace) -> int:
     texts = args.ranks.split(",") if args.ranks else ["0", str(processes // 2), str(processes - 1)]
     if not all(text.strip().isdecimal() and int(text) < processes for text in texts):
         raise SettingError(f"--ranks {args.ranks}: write numbers from 0 to {processes - 1}, as in 0,8,{processes - 1}")
-    ranks = sorted({int(text) for text in texts})
     settings, start = {**OFF, **plan_settings(args)}, time.perf_counter()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="easymp-rehearse-") as name:
         folder = Path(name)
         script.write_task(folder, processes=processes, machine=args.machine, updates=args.steps)
         with env.override(**overrides(args.set)):
-            records = rehearse(folder, settings, ranks, processes, per_node)
-    record = judge(records, args.global_batch, processes, per_node, args.machine)
-    record["seconds"] = time.perf_counter() - start
+            records = rehearse(folder, settings, sorted(set(map(int, texts))), processes, per_node)
+    verdict, reason = verdict_on(records, args.global_batch, args.machine)
+    record = {
+        "verdict": verdict,
+        "sentence": f"{verdict.capitalize()}{f': {reason}' if reason else f' on {processes} ranks'}.",
+        "processes": processes,
+        "nodes": nodes,
+        "ranks": [summary(rank_record, per_node) for rank_record in records],
+        "seconds": time.perf_counter() - start,
+    }
     if args.json:
         print_json(record)
     else:
         show(record)
-    return CODES.index(record["verdict"])
+    return CODES.index(verdict)
 
 
 def rehearse(
@@ -117,7 +123,18 @@ def rehearse(
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 rank = waiting.pop(0)
-                running[rank] = start_rank(folder, settings, rank, processes, per_node)
+                variables = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(processes),
+                    "LOCAL_RANK": str(rank % per_node),
+                    "LOCAL_WORLD_SIZE": str(per_node),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                }
+                command = [sys.executable, "-m", "easymp.cli.rehearse.rank", str(folder), str(rank)]
+                rank_settings = {**settings, "project_dir": str(folder / f"project-{rank}")}
+                running[rank] = Child(command, rank_settings, variables, folder / f"output-{rank}.txt")
             rank = next(iter(running))
             if running[rank].wait() == INTERRUPTED:
                 raise KeyboardInterrupt
@@ -131,32 +148,6 @@ def rehearse(
         for child in running.values():
             child.stop()
     return records
-
-
-def start_rank(folder: Path, settings: Mapping[str, str], rank: int, processes: int, per_node: int) -> Child:
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_RANK": str(rank % per_node),
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-m", "easymp.cli.rehearse.rank", str(folder), str(rank)]
-    settings = {**settings, "project_dir": str(folder / f"project-{rank}")}
-    return Child(command, settings, variables, folder / f"output-{rank}.txt")
-
-
-def judge(
-    records: Sequence[dict[str, Any]], batch: int | None, processes: int, per_node: int, machine: str
-) -> dict[str, Any]:
-    """The records of the ranks as one, with the verdict and its sentence; `batch` is --global-batch."""
-    verdict, reason = verdict_on(records, batch, machine)
-    sentence = f"{verdict.capitalize()}{f': {reason}' if reason else f' on {processes} ranks'}."
-    world = {"processes": processes, "nodes": processes // per_node}
-    ranks = [summary(record, per_node) for record in records]
-    return {"verdict": verdict, "sentence": sentence, **world, "ranks": ranks}
 
 
 def verdict_on(records: Sequence[dict[str, Any]], batch: int | None, machine: str) -> tuple[str, str]:

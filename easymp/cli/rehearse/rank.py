@@ -81,13 +81,10 @@ class NoWatch:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def _do_nothing(self, *_: Any) -> bool:
+    def _no(self, *_: Any) -> bool:
         return False
 
-    def compare(self, *_: Any) -> bool:
-        return True
-
-    leave = close = arrive = wait_for_all = reachable = has_left = _do_nothing
+    leave = close = arrive = wait_for_all = reachable = has_left = _no
     caused_by_peer = staticmethod(lambda error: False)
 
 
@@ -209,10 +206,6 @@ class Watcher(TorchDispatchMode):
                     self.live[storage._cdata].kind = kind
         return sum(sizes.values())
 
-    def reset_peak(self) -> None:
-        self.peak = self.recorded_peak = 0
-        self._allocate(0)
-
     # -- collectives
 
     def _collective(self, func: Any, name: str, kind: str, args: Any, kwargs: Any) -> Any:
@@ -225,8 +218,13 @@ class Watcher(TorchDispatchMode):
             size *= len(ranks)
         self.record(kind, ranks, size)
         output = func(*args, **kwargs)
-        if func.namespace == "c10d":
-            self._gather_real(name, args, len(ranks))
+        if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):  # as if all ranks had the same values
+            with torch.no_grad():
+                for outputs, source in zip(args[0], args[1]) if name == "allgather_" else ():
+                    for tensor in outputs:
+                        tensor.copy_(source)
+                if name == "_allgather_base_":
+                    args[0].view(len(ranks), -1).copy_(args[1].reshape(1, -1).clone())
         if name == "allreduce_":  # DDP takes the result from the future, which the fake group leaves empty
             future: Any = torch.futures.Future()
             future.set_result(list(args[0]))
@@ -237,19 +235,6 @@ class Watcher(TorchDispatchMode):
             if storage is not None and storage.kind == "activations":
                 storage.kind = "communication"
         return output
-
-    @staticmethod
-    def _gather_real(name: str, args: Any, ranks: int) -> None:
-        """Fill the outputs of an all-gather of real tensors, as if all ranks had the same values."""
-        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
-            return
-        with torch.no_grad():
-            if name == "allgather_":
-                for outputs, source in zip(args[0], args[1]):
-                    for output in outputs:
-                        output.copy_(source)
-            elif name == "_allgather_base_":
-                args[0].view(ranks, -1).copy_(args[1].reshape(1, -1).clone())
 
     def record(self, kind: str, ranks: Sequence[int], size: int) -> None:
         """Record a collective of some ranks, with the script's line that calls it."""
@@ -423,11 +408,12 @@ class Rehearsal(Runner):
         self.watcher.large_are_fake = True
         if self.report["updates"] == self.task["updates"] - 1 and torch.is_grad_enabled():
             self.report["samples"] += find_batch_size(batch) or 0
-        return map_leaves(self._without_values, batch)
 
-    def _without_values(self, leaf: Any) -> Any:
-        is_large = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() >= LARGE
-        return self._fake(leaf) if is_large and not isinstance(leaf, FakeTensor) else leaf
+        def without_values(leaf: Any) -> Any:
+            is_large = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() >= LARGE
+            return self._fake(leaf) if is_large and not isinstance(leaf, FakeTensor) else leaf
+
+        return map_leaves(without_values, batch)
 
     def step(self, optimizer: PreparedOptimizer) -> None:
         gradients = (p.grad for p in self._stepped_parameters() if p.grad is not None)
@@ -440,7 +426,8 @@ class Rehearsal(Runner):
             self._update_report()
             if updates >= self.task["updates"]:
                 raise Stop
-            self.watcher.reset_peak()
+            self.watcher.peak = self.watcher.recorded_peak = 0
+            self.watcher._allocate(0)
             self.report["samples"] = 0
 
     def _stepped_parameters(self) -> list[Tensor]:
@@ -526,10 +513,7 @@ def around(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[...
     return lambda self, *args, **keywords: method(self, call, *args, **keywords)
 
 
-def main(folder: Path, rank: int) -> None:
+if __name__ == "__main__":
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     report = Rehearsal(folder, rank).run_script()
     (folder / f"rank-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

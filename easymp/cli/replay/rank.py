@@ -53,7 +53,9 @@ class Replay(Runner):
         with suppress(Stop):
             try:
                 self.play()
-                self._never()
+                if self._rank == 0:
+                    print(f"The script has ended after update {self._updates}: update {self._update} never came.")
+                    (self.folder / END).write_text(NOT_REACHED, encoding="utf-8")
             except (Exception, SystemExit) as error:
                 if isinstance(error, Stop) or not self._began or self.run is None or self.run.world.size > 1:
                     raise
@@ -61,11 +63,6 @@ class Replay(Runner):
                 self._stop(self.run.prepared.optimizers[0], traceback=error.__traceback__)
         for accelerator in accelerators():
             accelerator.close()
-
-    def _never(self) -> None:
-        if self._rank == 0:
-            print(f"The script has ended after update {self._updates}: update {self._update} never came.")
-            (self.folder / END).write_text(NOT_REACHED, encoding="utf-8")
 
     # -- events of the run
 
@@ -90,8 +87,7 @@ class Replay(Runner):
             self._began = False  # there is nothing to look at
             raise SystemExit(
                 f"{path} has update {self._updates} already, and the replay stops in front of {self._update}: let the "
-                "script call "
-                "resume(), which loads a checkpoint before it"
+                "script call resume(), which loads a checkpoint before it"
             )
 
     def saving(self, call: str, path: str | None) -> str:
@@ -160,30 +156,28 @@ class Replay(Runner):
             (self.folder / END).write_text(verdict, encoding="utf-8")
         self._call_hook("before_step")
         if self.task["pdb"]:
+            libraries = tuple(str(Path(file).parent) for file in (easymp_file, torch.__file__))
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and frame.f_code.co_filename.startswith(libraries):
+                frame = frame.f_back
             debugger = pdb.Pdb()
             debugger.reset()
-            debugger.interaction(None if traceback else frame_of_script(), traceback)
+            debugger.interaction(None if traceback else frame, traceback)
 
     def _headline(self, optimizer: Any, entry: Entry) -> str:
         """Where the replay stands: the update, its numbers, and its samples."""
         stepped = self.run.plan.settings.optimizer_in_backward
         position = "Behind the backward, which has made the step," if stepped else "In front of the step"
         parts = [f"{position} of update {self._update} ({type(optimizer.given).__name__})"]
-        for name, key, form in (
-            ("loss", "losses", ".6g"),
-            ("gradient norm", "norms", ".6g"),
-            ("loss scale", "scale", "g"),
-        ):
+        forms = (("loss", "losses", ".6g"), ("gradient norm", "norms", ".6g"), ("loss scale", "scale", "g"))
+        for name, key, form in forms:
             numbers = ", ".join(format(float.fromhex(number), form) for number in entry[key])
             parts += [f"{name} {numbers}"] if numbers else []
         samples = self._samples
         loader = None if samples is None else samples.loader()
         if samples is not None and loader is not None:
             indices = loader.indices(*samples[1:]) or []
-            shown = list(map(str, indices[:SHOWN]))
-            if len(indices) > SHOWN:
-                shown.append("…")
-            first = ", ".join(shown)
+            first = ", ".join([*map(str, indices[:SHOWN]), "…"][: len(indices)])
             range_ = f"epoch {samples.epoch}, samples {samples.begin} to {samples.end}"
             parts.append(f"{range_} (indices {first})" if first else range_)
         return "; ".join(parts) + "."
@@ -249,14 +243,6 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(shown, value)) or "none"
     return repr(float.fromhex(value)) if isinstance(value, str) else str(value)
-
-
-def frame_of_script() -> FrameType | None:
-    libraries = tuple(str(Path(file).parent) for file in (easymp_file, torch.__file__))
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(libraries):
-        frame = frame.f_back
-    return frame
 
 
 if __name__ == "__main__":
