@@ -143,8 +143,6 @@ class Layout(NamedTuple):
         gathers: layers compute with gathered weights; half precisions gather them in their own dtype and need no
             copies.
         gathered: other ranks' weights that are gathered here, at the peak.
-        rounded: ids of the weights that fp8 rounds before they are gathered, in one byte an element.
-        gathered_once: elements of these in `gathered`.
         unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
         reducing: gradients in communication buffers, at the peak.
         early: gradients that are there at once, where parameters are stepped in backward; 0: the largest parameter's.
@@ -157,8 +155,6 @@ class Layout(NamedTuple):
     copies: Elements = all_elements
     gathers: bool = False
     gathered: int = 0
-    rounded: Collection[int] = ()
-    gathered_once: int = 0
     unreduced: int = 0
     reducing: int = 0
     early: int = 0

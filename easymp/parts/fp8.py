@@ -31,19 +31,18 @@ class RoundedWeights(Part):
             self.run.parts.remove(self)
 
     def prepared(self, objects: Sequence[Any]) -> None:
-        sharded = self.run.prepared.strategy.sharded
+        if self.run.prepared.strategy.sharded:
+            return  # weights are rounded after each gather
         for route in self.run.prepared.routes_of(objects):
-            layers: list[Any] = [
+            self._layers[id(route)] = [
                 m for m in route.original.modules() if isinstance(m, Float8Linear) and "weight" in m._parameters
             ]
-            self._layers[id(route)] = route.module.rounded if sharded else layers
             # Of optimizers that are not prepared.
             hook = register_optimizer_step_post_hook(partial(forget_rounded, self._layers[id(route)]))
             self._removals.callback(hook.remove)
 
     def forward(self, model: Route, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not self.run.prepared.strategy.sharded:  # which rounds as it gathers
-            round_once(self._layers[id(model)])
+        round_once(self._layers.get(id(model), ()))
 
     def stepped(self, optimizer: Any) -> None:
         for layers in self._layers.values():

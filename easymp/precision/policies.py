@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -250,8 +249,7 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
 # arXiv:2209.05433. Each tensor is divided by one scale, which maps its largest element to the format's largest number;
 # ``torch._scaled_mm`` multiplies the product by both scales. Parameters and their gradients stay fp32. Each weight is
 # rounded once an update, outside of what torch.compile sees: one byte an element, from the first forward that trains to
-# the step. Under fsdp and hsdp the rounded shards are gathered, see `Float8Shard`, in torchao's tensor, which takes a
-# bf16 gradient. torchao's linear layer would lose hooks of the module, and round the weight at each product.
+# the step. Under fsdp and hsdp weights are gathered in bf16, and rounded after each gather.
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -351,64 +349,10 @@ def round_once(layers: Sequence[Float8Linear]) -> None:
             layer.cached = nn.Parameter(weight, requires_grad=False), scale, layer.weight
 
 
-def forget_rounded(layers: Sequence[Float8Linear | Float8Shard], *_: Any) -> None:
+def forget_rounded(layers: Sequence[Float8Linear], *_: Any) -> None:
     """Called after an optimizer's step: torch's fused ones and our kernels do not count versions."""
     for layer in layers:
         layer.cached = None
-
-
-class Float8Shard:
-    """The shard of a `Float8Linear`'s weight, gathered in fp8: torch's FSDP2 calls the two hooks set on the shard.
-
-    The scale is that of the whole weight, so that the gathered bits are those of `round_once`. The layer's weight is a
-    DTensor, sharded along dimension 0; `over_ranks` gives the largest of the ranks' values, elementwise.
-    """
-
-    def __init__(self, layer: Float8Linear, over_ranks: Callable[[Tensor], Tensor]) -> None:
-        self.layer, self.shape, self.over_ranks = ref(layer), layer.weight.shape, over_ranks
-        self.cached: tuple[Tensor, Tensor] | None = None  # the rounded shard and its scale
-        self.cached_version = -1  # version of the shard that was rounded
-        self._shard: Any = None
-
-    def shard(self) -> Any:
-        """This rank's shard; a new one, as after ``model.to()`` or a load that assigns, gets the hooks."""
-        shard = getattr(getattr(self.layer(), "weight", None), "_local_tensor", None)  # None: gathered now
-        hooked_shard = self._shard and self._shard()
-        if shard is None or shard is hooked_shard:
-            return hooked_shard
-        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = self.pre_all_gather, self.post_all_gather
-        self._shard, self.cached = ref(shard), None
-        return shard
-
-    def current(self) -> bool:
-        return self.cached_version == self.shard()._version and self.cached is not None
-
-    def pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """The tensor to gather and its metadata: torch's ``fsdp_pre_all_gather``."""
-        if self.cached is None:  # outside of the model's forward
-            round_shards([self])
-        data, scale = self.cached  # type: ignore[misc]
-        missing_rows = -(-self.shape[0] // mesh.size()) - data.shape[0]
-        return (_padded(data, missing_rows),), (scale.reciprocal(),)
-
-    def post_all_gather(self, gathered: tuple[Tensor], scales: tuple[Tensor], dtype: Any, *, out: Any = None) -> Any:
-        """The whole weight, as a tensor of `dtype` to autograd: torch's ``fsdp_post_all_gather``."""
-        (data,), (scale,) = gathered, scales
-        if out is not None:  # in memory of an earlier gather
-            out._scale = scale
-            return None
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
-
-        weight = Float8TrainingTensor(data[: self.shape[0]], scale, dtype, LinearMMConfig(), GemmInputRole.WEIGHT)
-        return weight, (data,)
-
-
-def round_shards(shards: Sequence[Float8Shard]) -> None:
-    """Round `shards`, with one collective for all scales."""
-    tensors = [shard.shard().detach() for shard in shards]
-    peaks = shards[0].over_ranks(torch.stack([_peak(tensor).float() for tensor in tensors]))
-    for shard, tensor, peak in zip(shards, tensors, peaks):
-        shard.cached, shard.cached_version = rounded(tensor, FORWARD, peak), tensor._version
 
 
 class _Product(torch.autograd.Function):
@@ -444,32 +388,22 @@ class _Product(torch.autograd.Function):
         return input_grad, weight_grad, None, None, None
 
 
-def _padded(matrix: Tensor, rows: int | None = None) -> Tensor:
-    """`matrix` with `rows` more rows of zeros, by default up to a multiple of 16; sums over rows stay the same."""
-    rows = -matrix.shape[0] % FP8.multiple if rows is None else rows
+def _padded(matrix: Tensor) -> Tensor:
+    """`matrix` with rows of zeros up to a multiple of 16; sums over rows stay the same."""
+    rows = -matrix.shape[0] % FP8.multiple
     if not rows:
         return matrix
     padded = nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, rows))  # zero has no bits set
     return padded.view(matrix.dtype)
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that multiplies it back to its range.
-
-    A `tensor` that was gathered in fp8 stays as it is. `peak` is the largest magnitude (0-dim) of what `tensor` is a
-    part of.
-    """
-    data: Tensor | None = getattr(tensor, "_data", None)  # of torchao's Float8TrainingTensor
-    if data is not None:
-        return data, tensor._scale.reciprocal()  # type: ignore[attr-defined]
+def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that multiplies it back to its range."""
     largest = torch.finfo(dtype).max
     wide = tensor.detach().float()
-    scale = (_peak(wide) if peak is None else peak).clamp(min=1e-12) / largest
+    peak = wide.abs().amax() if wide.numel() else wide.new_zeros(())
+    scale = peak.clamp(min=1e-12) / largest
     return (wide / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
-
-
-def _peak(tensor: Tensor) -> Tensor:
-    return tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
 
 
 def _columns(tensor: Tensor) -> Tensor:

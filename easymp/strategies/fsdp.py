@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, is_whole, nearest
 from ..optim.sharded import check_sums
 from ..options import Record, option
-from ..precision.policies import Float8Linear, Float8Shard, as_if_fp32, forget_rounded, round_shards, rounded_weights
+from ..precision.policies import as_if_fp32
 from ..protocols import Conflict, Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse, refuse_uncallable
 from .meta_init import materialise, on_meta
@@ -168,9 +167,6 @@ class FSDP(Single):
         sharded = Sharded(module, model, groups, world, options, bool(self.reduces_each), unsharded, policy.gather)
         sharded.replicated = len(self._shape) > 1
         sharded.explain_calls_from_outside()
-        if policy.rounds:
-            sharded.rounded = rounded_shards(model, options, world)
-            sharded.unrounded = no_fp8_gathers(options, world.device)
         return sharded
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
@@ -259,9 +255,7 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     ignored = matching(model, options.ignore)
     claimed = {id(p) for name, p in model.named_parameters() if name in ignored}
     elements_outside = trained_outside = 0  # of blocks: from the begin of backward to its end
-    blocks: list[tuple[int, int, int]] = []  # elements, trained elements, and elements that fp8 rounds
-    rounds = not no_fp8_gathers(options, torch.device("cuda"))  # the device for which estimates are made
-    products, rounded = rounded_weights(model) if rounds else set(), set[int]()
+    blocks: list[tuple[int, int]] = []  # elements, and trained elements
     share, largest_share = no_elements if options.cpu_offload else chunk_elements(ranks), 0
     for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in claimed]):
         parameters = {id(p): p for p in group.parameters() if id(p) not in claimed}
@@ -271,12 +265,10 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         if group is model:
             elements_outside, trained_outside = elements, trained
         else:
-            products_inside = products & parameters.keys()
-            rounded |= products_inside
-            blocks.append((elements, trained, sum(parameters[i].numel() for i in products_inside)))
+            blocks.append((elements, trained))
         largest_share = max(largest_share, sum(share("", p) for p in trainable))
     blocks.sort(reverse=True)
-    block = max((trained for _, trained, _ in blocks), default=0)
+    block = max((trained for _, trained in blocks), default=0)
     unreduced, reducing = max((trained_outside + block, block), (trained_outside, trained_outside), key=sum)
 
     def on_rank(name: str, parameter: Tensor) -> int:
@@ -288,9 +280,7 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         gradients=on_rank,
         states=on_rank,
         gathers=True,
-        gathered=elements_outside + sum(elements for elements, *_ in gathered),
-        rounded=rounded,
-        gathered_once=sum(elements for *_, elements in gathered),
+        gathered=elements_outside + sum(elements for elements, _ in gathered),
         unreduced=unreduced,
         reducing=reducing,
         early=largest_share,
@@ -326,26 +316,6 @@ def shard(
         fsdp_module.set_force_sum_reduction_for_comms(True)
 
 
-def no_fp8_gathers(options: FSDPOptions, device: torch.device) -> str:
-    """Why no shard is gathered in fp8; "" if they can be."""
-    if not find_spec("torchao"):
-        return "torchao is not installed"
-    if options.cpu_offload and device.type != "cpu":
-        return "with cpu_offload torch moves shards to the GPU before it asks what to gather"
-    return ""
-
-
-def rounded_shards(model: nn.Module, options: FSDPOptions, world: World) -> tuple[Float8Shard, ...]:
-    """Shards that are gathered in fp8: of `Float8Linear` layers of the repeated blocks that no other layer reads."""
-    if no_fp8_gathers(options, world.device):
-        return ()
-    read = {id(p) for m in model.modules() if type(m) is not Float8Linear for p in m._parameters.values()}
-    modules = (m for block in find_blocks(model, options.wrap) for m in block.modules())
-    layers = {id(m.weight): m for m in modules if type(m) is Float8Linear and hasattr(m.weight, "to_local")}
-    shards = (Float8Shard(m, partial(world.reduce, op="max")) for i, m in layers.items() if i not in read)
-    return tuple(shard for shard in shards if shard.shard() is not None)
-
-
 class Sharded(Reducing):
     """Calls the model, with equal buffers on all ranks. `parts` gather their own parameters, `root` is one of them."""
 
@@ -357,8 +327,6 @@ class Sharded(Reducing):
         self._options, self._parts = options, tuple(parts)
         self._reduces_each = reduces_each  # backwards before the end of an accumulation window reduce, too
         self.replicated = False  # shards are replicated: their gradients are averaged at the end of the window
-        self.rounded: tuple[Float8Shard, ...] = ()  # gathered in fp8; rounded once an update, and to evaluate
-        self.unrounded = ""  # why there are no `rounded` ones under fp8
         self._has_unreduced = False  # whether torch may keep sums beside `.grad`
         self._all_gathered = False  # whether all parts have been gathered once
         self._has_called = False
@@ -385,8 +353,6 @@ class Sharded(Reducing):
             sharded = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local")]
             self._unused = [p for p in sharded if p.grad is None]
             self.root.set_reduce_scatter_unused_params(True)
-        if self.rounded and not (training and all(shard.current() for shard in self.rounded)):
-            round_shards(self.rounded)
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
         if not self._has_called:
@@ -395,7 +361,6 @@ class Sharded(Reducing):
         if accumulating and not self._all_gathered:
             self._gather_once()
         if not training:
-            forget_rounded(self.rounded)  # evaluation may see weights that were swapped by `.data`
             for part in () if self._options.reshard_after_forward else self._parts:
                 part.reshard()  # no backward will follow, which would have done it
         return outputs

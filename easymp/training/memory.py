@@ -204,9 +204,8 @@ def estimate(
     low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
     rounds_once: Collection[int] = ()
-    if policy.rounds:
+    if policy.rounds and not layout.gathers:
         rounds_once = {id(module.all)} if isinstance(module, Counted) else rounded_weights(module)
-        rounds_once = layout.rounded if layout.gathers else rounds_once
     sums = dict.fromkeys(ROWS, 0)
     widest, gradients = 1, [0]
     for name, parameter in module.named_parameters():  # a tied one once
@@ -218,7 +217,7 @@ def estimate(
         if id(parameter) in copied and size > policy.compute.itemsize:
             sums["copies"] += layout.copies(name, parameter) * policy.compute.itemsize
         if id(parameter) in rounds_once:  # fp8: one byte
-            sums["copies"] += (layout.weights if layout.gathers else layout.copies)(name, parameter)
+            sums["copies"] += layout.copies(name, parameter)
         if parameter.requires_grad:
             wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not stochastic_rounding) else 0
             gradients.append(layout.gradients(name, parameter) * (size + wide))
@@ -235,7 +234,7 @@ def estimate(
         notes.append(f"{policy.name} activations are counted as under autocast, which is more")
     if module is model:
         gathered_size = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
-        sums["gathered"] = layout.gathered * gathered_size - layout.gathered_once * (gathered_size - 1) * policy.rounds
+        sums["gathered"] = layout.gathered * gathered_size
         sums["reducing"] = layout.unreduced * gathered_size + layout.reducing * policy.reduce.itemsize
     else:
         notes.append("from a count alone: weights that are gathered at a time are not counted")

@@ -270,15 +270,9 @@ class Preparation:
         context = WrapContext(precision, placement, options.initialize, in_backward=in_backward)
         if self._compiling:
             context = context._replace(compile=self._compiling.compile_model)
-        wrapped: Any = strategy.wrap(model, optimizers, context)
+        wrapped = strategy.wrap(model, optimizers, context)
         if precision.swaps and strategy.sharded:
-            note = f"gathered in bf16, and rounded for {precision.name} after each gather"
-            if number_rounded := len(wrapped.rounded):
-                once = f"shards of {number_rounded} weights in blocks rounded once an update and gathered in fp8"
-                note = f"{once}; others {note}"
-            elif wrapped.unrounded:
-                note = f"{note}: {wrapped.unrounded}"
-            self._note_weights(note)
+            self._note_weights(f"gathered in bf16, and rounded for {precision.name} after each gather")
         if world.size > 1:
             world.set_group_timeouts()
         if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
