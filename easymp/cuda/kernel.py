@@ -234,13 +234,12 @@ class Table:
     rows: Tensor  # rows × `WORDS`
     chunks: Tensor  # row << 32 | chunk of the row; rows without elements have none
     starts: tuple[int, ...]  # the first chunk of each list of rows, and the number of all chunks; on the host
-    row_starts: Tensor  # the first chunk of each row, and the number of all chunks
 
 
 def lay_out(row_lists: Sequence[Sequence[Row]], device: torch.device) -> Table:
     """A table of all rows, one list for each kernel that will run over it. Copied without a wait for the device."""
     row_words, chunks = array("q"), array("q")
-    starts, row_starts = [0], [0]
+    starts = [0]
     number = 0
     for rows in row_lists:
         for row in rows:
@@ -250,14 +249,12 @@ def lay_out(row_lists: Sequence[Sequence[Row]], device: torch.device) -> Table:
             head = [count, aligned, row.copies, row.number, row.offset]
             row_words.extend([*head, *pointers, *[0] * (ROLES - len(pointers))])
             chunks.extend(range(number << 32, (number << 32) + -(-count // CHUNK)))
-            row_starts.append(len(chunks))
             number += 1
         starts.append(len(chunks))
     return Table(
         rows=upload(row_words, torch.int64, device).view(number, WORDS),
         chunks=upload(chunks, torch.int64, device),
         starts=tuple(starts),
-        row_starts=upload(row_starts, torch.int64, device),
     )
 
 

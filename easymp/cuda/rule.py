@@ -45,7 +45,10 @@ BETAS: Mapping[str, Number] = {
 
 @dataclass(frozen=True)
 class Survey:
-    """Sums over a whole tensor, on all ranks that hold a part of it, which a rule needs before it moves any element."""
+    """Sums over a whole tensor, on all ranks that hold a part of it, which a rule needs before it moves any element.
+
+    Kernels do not know them: torch's operations step by a rule that has a survey.
+    """
 
     squares: Mapping[str, str]  # name of a sum → the name whose squares it adds up
     # On doubles, for each tensor, after the sums: sees these and all that `Rule.prepare` sees but ``step``, and changes
@@ -53,7 +56,7 @@ class Survey:
     weigh: str
     states: str = ""  # moves the states, which `Rule.element` then only reads; "" where that moves them
     terms: str = ""  # what both passes compute from the states
-    maximum: Callable[[Group], bool] = lambda group: False  # the sums are largest magnitudes, which kernels do not know
+    maximum: Callable[[Group], bool] = lambda group: False  # the sums are largest magnitudes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ class Rule:
     name: str  # a C identifier
     states: tuple[str, ...]  # keys of the states that have a number for each element, as torch names them
     numbers: Mapping[str, Number]  # name in the text → the number of a param group; the text also sees ``lr``
-    # On doubles, for each tensor: sees ``step`` (of this step, from 1) and ``norm``, and makes numbers of the tensor.
+    # On doubles, for each tensor: sees ``step`` (of this step, from 1), and makes numbers of the tensor.
     prepare: str
     element: str  # on floats: moves ``p`` and the states by ``g``, the unscaled and clipped gradient
     variants: Mapping[tuple[str, ...], str] = field(default_factory=dict)  # states of other groups → their `element`
@@ -72,7 +75,7 @@ class Rule:
     counts: bool = True  # the state has a "step"; if not, steps are counted beside it, from 1 in a loaded state
     start: Callable[[Group], float] = lambda group: 0.0  # the first value of states
     scalar: str = ""  # key of a float32 number of each tensor, 0-dim, that `Survey.weigh` changes
-    norm: bool = False  # `prepare` sees the norm of all gradients, as the rule sees them; else it is 0
+    norm: bool = False  # `prepare` sees ``norm``, that of all gradients, as the rule sees them
     survey: Survey | None = None  # a pass over the elements before the update
 
     @property
@@ -88,23 +91,16 @@ class Rule:
         """The `numbers` of `group`, by name."""
         return {name: float(group[key] if isinstance(key, str) else key(group)) for name, key in self.numbers.items()}
 
-    def element_of(self, states: tuple[str, ...]) -> str:
-        """The text of the update of parameters with these states, after `Survey.states`."""
-        terms = "" if self.survey is None else self.survey.terms
-        return terms + self.variants.get(states, self.element)
-
     @property
-    def computed(self) -> set[str]:
-        """Numbers of a tensor that `prepare` and `Survey.weigh` compute."""
-        text = self.prepare if self.survey is None else self.prepare + self.survey.weigh
-        return set(re.findall(r"^(\w+) =", text, re.MULTILINE)) - {self.scalar}
+    def computed(self) -> list[str]:
+        """Numbers of a tensor that `prepare` computes."""
+        return sorted(set(re.findall(r"^(\w+) =", self.prepare, re.MULTILINE)))
 
     @property
     def constants(self) -> list[str]:
-        """Numbers of a tensor that are kept from one kernel to the next."""
-        text = self.element if self.survey is None else self.survey.states + self.survey.terms + self.element
-        read = set(re.findall(r"\w+", text))
-        return [*sorted(self.computed), *(name for name in ("lr", *self.numbers) if name in read)]
+        """Numbers of a tensor that `update` reads."""
+        read = set(re.findall(r"\w+", self.element))
+        return [*self.computed, *(name for name in ("lr", *self.numbers) if name in read)]
 
 
 def cpp(text: str, dtype: str, variables: Collection[str] = ()) -> str:
@@ -147,7 +143,7 @@ def complete(
 
 # -- the norm of all gradients, divided by the loss scale --------------------------------------------------------------
 
-RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, the output of `CONCLUDE`
+RESULT = ("norm", "factor", "found_inf")  # float32, the output of `CONCLUDE`
 
 _INVERSE = "const float inverse = scale ? (float)(1.0 / (double)*at<const float>(scale)) : 1.f;"
 
@@ -174,7 +170,6 @@ float* const out = at<float>(result);
 out[0] = (float)norm;
 out[1] = (float)(inverse * (clip < 1.0 ? clip : norm == norm ? 1.0 : norm));
 out[2] = at<const double>(totals)[1] > 0.0 ? 1.f : 0.f;
-out[3] = (float)inverse;
 """
 
 # One block adds up the sums of the blocks of `squares`, always in the same order: a step gives the same bits each time.
@@ -202,30 +197,9 @@ if (concludes) {{
 CONCLUDE = Kernel("conclude", ("uint64 totals", *_SETTINGS), f"if (thread == 0) {{ {_CONCLUDE} }}")
 
 
-@cache
-def totals(count: int) -> Kernel:
-    """Of each row, `count` sums over its chunks, in their order; a block a row.
-
-    Arguments: ``partials`` float64 [chunks, count]; ``starts`` of the rows; ``totals`` float64 [rows, count].
-    """
-    names = tuple(f"sum{i}" for i in range(count))
-    adds = " ".join(f"{n} += at<const double>(partials)[{count} * j + {i}];" for i, n in enumerate(names))
-    stores = " ".join(f"at<double>(totals)[{count} * block + {i}] = {n};" for i, n in enumerate(names))
-    return Kernel(
-        f"totals_{count}",
-        ("uint64 partials", "uint64 starts", "uint64 totals"),
-        f"""
-const i64* const start = at<const i64>(starts) + block;
-for (i64 j = start[0] + thread; j < start[1]; j += {THREADS}) {{ {adds} }}
-""",
-        names,
-        stores,
-    )
-
-
 # -- a thread for each tensor ------------------------------------------------------------------------------------------
 
-TENSOR = 4  # words of each tensor: its group; the addresses of its step counter, lr (0: the group's) and scalar
+TENSOR = 3  # words of each tensor: its group; the addresses of its step counter and lr (0: the group's)
 MOST = 16  # most numbers of a group, and most constants of a tensor; the last constant is the number of the step
 
 
@@ -234,46 +208,14 @@ def prepare(rule: Rule) -> Kernel:
     """Count the step of each tensor and write its constants, unless the step is skipped; the loss scale always moves.
 
     Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
-    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address
-    of `RESULT`, and ``factor`` of the gradients' factor, or 0; ``scale`` and ``law``, see `MOVE`.
+    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``scale`` and ``law``,
+    see `MOVE`.
     """
-    text = f"""
-{" ".join(f"double {name} = 0.0;" for name in sorted(rule.computed))}
-float* const counter = at<float>(row[1]);
-const double step = (double)*counter + 1.0; (void)step;
-*counter = (float)step;
-const float* const result = at<const float>(measured);
-const double times = factor ? (double)*at<const float>(factor) : result ? (double)result[3] : 1.0;
-const double norm = result ? (double)result[0] * times / (double)result[3] : 0.0; (void)norm;
-{cpp(rule.prepare, "double", rule.computed)}
-out[{MOST - 1}] = (float)step;
-"""
-    arguments = ("uint64 measured", "uint64 factor", "uint64 scale", "uint64 law")
-    return _per_tensor(f"prepare_{rule.name}", rule, arguments, text, MOVE)
-
-
-@cache
-def weigh(rule: Rule) -> Kernel:
-    """Change the constants of each tensor after the survey, by ``totals`` float64 [count, sums]."""
-    survey = rule.survey
-    assert survey is not None
-    computed = [f"double {name} = (double)out[{i}]; (void){name};" for i, name in enumerate(sorted(rule.computed))]
-    total = f"at<const double>(totals)[tensor * {len(survey.squares)} + "
-    sums = [f"const double {name} = {total}{i}];" for i, name in enumerate(survey.squares)]
-    text = "\n".join([*computed, *sums, cpp(survey.weigh, "double", rule.computed | {rule.scalar})])
-    if rule.scalar:
-        loaded = f"float* const scalar = at<float>(row[3]); double {rule.scalar} = (double)*scalar;"
-        text = f"{loaded}\n{text}\n*scalar = (float){rule.scalar};"
-    return _per_tensor(f"weigh_{rule.name}", rule, ("uint64 totals",), text)
-
-
-def _per_tensor(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
-    """A kernel with a thread a tensor, which runs `text` unless ``skip`` is above 0, and `always` before it."""
     assert max(len(rule.numbers), len(rule.constants)) < MOST
     return Kernel(
-        name,
-        ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants", *arguments),
-        f"""{always}
+        f"prepare_{rule.name}",
+        (*(f"uint64 {name}" for name in ("tensors", "hyper", "skip", "constants", "scale", "law")), "int64 count"),
+        f"""{MOVE}
 const i64 tensor = block * {THREADS} + thread;
 if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
   const u64* const row = at<const u64>(tensors) + tensor * {TENSOR};
@@ -281,8 +223,12 @@ if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
   const double lr = row[2] ? (double)*at<const float>(row[2]) : group[0]; (void)lr;
   float* const out = at<float>(constants) + tensor * {MOST};
   {" ".join(f"const double {name} = group[{i}]; (void){name};" for i, name in enumerate(rule.numbers, 1))}
-  {text}
+  float* const counter = at<float>(row[1]);
+  const double step = (double)*counter + 1.0; (void)step;
+  *counter = (float)step;
+  {cpp(rule.prepare, "double")}
   {" ".join(f"out[{i}] = (float){name};" for i, name in enumerate(rule.constants))}
+  out[{MOST - 1}] = (float)step;
 }}
 """,
     )
@@ -330,9 +276,9 @@ if (scale && block == 0 && thread == 0) {{
 GRADIENT, PARAMETER, COPY = "raw", "p", "low"
 
 
-def roles_of(states: Sequence[str], average: bool, copy: bool, moves: bool = True) -> tuple[Role, ...]:
-    """Roles of a row in their order. The gradient comes first, which `measure` reads. `moves`: states are written."""
-    roles = [Role(GRADIENT), Role(PARAMETER, writes=True), *(Role(state, writes=moves) for state in states)]
+def roles_of(states: Sequence[str], average: bool, copy: bool) -> tuple[Role, ...]:
+    """Roles of a row in their order. The gradient comes first, which `measure` reads."""
+    roles = [Role(GRADIENT), Role(PARAMETER, writes=True), *(Role(state, writes=True) for state in states)]
     if average:
         roles.append(Role(EMA, writes=True))
     if copy:
@@ -355,34 +301,8 @@ def update(rule: Rule, variant: Variant) -> Kernel:
     Arguments beside those of `stream`: ``constants`` of `prepare`; ``factor`` and ``skip``, addresses of floats, or 0;
     ``follow``, the share (1 - decay) of a new weight in its average; and for stochastic rounding its ``seed``.
     """
-    states, dtypes = variant.states, dict(variant.dtypes)
-    moves = rule.survey is None or not rule.survey.states
-    after = ""
-    if EMA in dtypes:
-        after += f"{EMA} += ({PARAMETER} - {EMA}) * ema_share;\n"
-    if COPY in dtypes:
-        after += f"{COPY} = {PARAMETER};\n"
-    roles = roles_of(states, EMA in dtypes, COPY in dtypes, moves)
-    return _pass(rule.name, rule, variant, roles, rule.element_of(states), after)
-
-
-@cache
-def survey(rule: Rule, variant: Variant) -> Kernel:
-    """The pass before `update`, with its arguments; the sums go to ``partials``."""
-    survey = rule.survey
-    assert survey is not None
-    roles = [Role(GRADIENT)]
-    if survey.states:
-        roles += [Role(PARAMETER), *(Role(state, writes=True) for state in variant.states)]
-    sums = "".join(f"{name} += {value} * {value};\n" for name, value in survey.squares.items())
-    return _pass(f"survey_{rule.name}", rule, variant, roles, survey.states + survey.terms, sums, survey.squares)
-
-
-def _pass(
-    name: str, rule: Rule, variant: Variant, roles: Sequence[Role], text: str, after: str, sums: Collection[str] = ()
-) -> Kernel:
-    """A kernel over elements: the `text` of the rule, stochastic rounding of all that it moves, and `after`."""
     dtypes, variables = dict(variant.dtypes), (PARAMETER, *variant.states)
+    roles = roles_of(variant.states, EMA in dtypes, COPY in dtypes)
     constants = "\n".join(f"const float {c} = constant[{i}]; (void){c};" for i, c in enumerate(rule.constants))
     setup = f"""
 const float* const constant = at<const float>(constants) + tensor * {MOST};
@@ -390,25 +310,21 @@ const float* const constant = at<const float>(constants) + tensor * {MOST};
 const float times = factor ? *at<const float>(factor) : 1.f;
 const float ema_share = (float)follow; (void)ema_share;
 """
+    text = rule.variants.get(variant.states, rule.element)
     element = f"const float g = raw * times; (void)g;\n{cpp(text, 'float', variables)}\n"
-    arguments = ["uint64 constants", "uint64 factor", "uint64 skip", "float64 follow"]
+    name, arguments = rule.name, ["uint64 constants", "uint64 factor", "uint64 skip", "float64 follow"]
     if variant.stochastic:
         name, arguments = f"{name}_stochastic", [*arguments, "int64 seed"]
         setup += f"""
 const u32 key = key_of((u64)seed, (u32)constant[{MOST - 1}], (u32)row[3]); (void)key;
 const i64 origin = (i64)row[4]; (void)origin;
 """
-        for role in roles:
-            if role.name in variables and role.writes and dtypes[role.name] == torch.bfloat16:
-                rounded = f"rounded({role.name}, key, {variables.index(role.name)}u, origin + e)"
-                element += f"{role.name} = {rounded};\n"
-    return stream(
-        name,
-        roles,
-        dtypes,
-        element + after,
-        arguments=arguments,
-        setup=setup,
-        condition="!(skip && *at<const float>(skip) > 0.f)",
-        sums={name: name for name in sums},
-    )
+        for number, variable in enumerate(variables):
+            if dtypes[variable] == torch.bfloat16:
+                element += f"{variable} = rounded({variable}, key, {number}u, origin + e);\n"
+    if EMA in dtypes:
+        element += f"{EMA} += ({PARAMETER} - {EMA}) * ema_share;\n"
+    if COPY in dtypes:
+        element += f"{COPY} = {PARAMETER};\n"
+    skips = "!(skip && *at<const float>(skip) > 0.f)"
+    return stream(name, roles, dtypes, element, arguments=arguments, setup=setup, condition=skips)

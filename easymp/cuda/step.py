@@ -5,15 +5,12 @@
 3. `rule.prepare`: counters and constants, and the loss scale where it is lent to this step.
 4. `rule.update`: everything else (one launch a variant).
 
-A rule that needs sums over whole tensors has a survey between 3 and 4: `rule.survey`, `rule.totals` (the ranks add up
-here where tensors are sharded) and `rule.weigh`.
-
 Of 32 bytes an fp32 parameter, 4 are for the norm: torch's GradScaler, clip and fused AdamW move 48.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..base.dtensor import add_up, dense, local, parts
+from ..base.dtensor import dense, local, parts
 from ..errors import KernelError, StepError
 from . import EMA
 from . import rule as kernels
@@ -124,7 +121,7 @@ class FusedStep:
     def measure(
         self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
     ) -> Tensor:
-        """Measure the gradients, as `Engine.measure`: float32 [4], as `rule.RESULT` names them; or a KernelError."""
+        """Measure the gradients, as `Engine.measure`: float32 [3], as `rule.RESULT` names them; or a KernelError."""
         layout, *_in_use = self._lay_out(measures=True)
         device, launch, table = self._launcher.device, self._launcher.launch, layout.table
         passes = [kernels.squares(dict(variant.dtypes)[GRADIENT]) for variant in layout.variants]
@@ -146,65 +143,37 @@ class FusedStep:
         return result
 
     @torch.no_grad()
-    def step(
-        self,
-        factor: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        measured: Tensor | None = None,
-        scale: Scale | None = None,
-    ) -> None:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> None:
         """Move the parameters; KernelError if nothing has changed, StepError if a launch failed within the step.
 
-        `factor` and `found_inf` are those of `Engine.step`; `measured` is the result of `measure` for these gradients,
-        for a rule that needs their norm. `scale` moves where there is anything to step and it lies on this device.
+        `factor` and `found_inf` are those of `Engine.step`. `scale` moves where there is anything to step and it lies
+        on this device.
         """
-        if self.rule.norm and measured is None:
-            measured = self.measure()
-        layout, moved, _rows = self._lay_out()
+        layout, *_in_use = self._lay_out()
         if not layout.order:
             return
-        factor_at, skip, measured_at = (0 if t is None else t.data_ptr() for t in (factor, found_inf, measured))
+        factor_at, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         scale = scale if scale is not None and scale.state.device == self._launcher.device else None
         scale_at = (0, 0) if scale is None else (scale.state.data_ptr(), scale.rule.data_ptr())
-        self._launch_per_tensor(layout, kernels.prepare(self.rule), skip, measured_at, factor_at, *scale_at)
+        count, hyper, constants = len(layout.order), self._upload_numbers(), layout.constants.data_ptr()
+        tables = [layout.tensors.data_ptr(), hyper.data_ptr(), skip, constants]
+        self._launcher.launch(kernels.prepare(self.rule), -(-count // THREADS), [*tables, *scale_at, count])
         if scale is not None:
             scale.moved = True
-        arguments = [layout.constants.data_ptr(), factor_at, skip, 1.0 - (self.ema_decay or 0.0)]
+        arguments = [constants, factor_at, skip, 1.0 - (self.ema_decay or 0.0)]
+        if self.rounding is not None:
+            arguments.append(self.rounding.seed)
         try:
-            if self.rule.survey is not None:
-                self._launch_pass(layout, kernels.survey, arguments)
-                self._launch_weigh(layout, skip, [moved.parameters[i] for i in layout.order])
-            self._launch_pass(layout, kernels.update, arguments)
+            for variant, start, end in zip(layout.variants, layout.table.starts, layout.table.starts[1:]):
+                if end > start:
+                    kernel = kernels.update(self.rule, variant)
+                    self._launcher.launch(kernel, end - start, [*self._chunks(layout, start, kernel), *arguments])
         except KernelError as error:  # not a KernelError, after which torch would step once more
             raise StepError(
                 f"a launch failed within a step, and some of the parameters have moved: {error}. Load a checkpoint"
             ) from error
         if capturing(self._launcher.device):
             self._captured += [layout, self._hyper]
-
-    def _launch_weigh(self, layout: _Layout, skip: int, parameters: Sequence[Tensor]) -> None:
-        assert self.rule.survey is not None
-        count = len(self.rule.survey.squares)
-        sums = torch.empty((len(parameters), count), dtype=torch.float64, device=self._launcher.device)
-        arguments = [layout.partials.data_ptr(), layout.table.row_starts.data_ptr(), sums.data_ptr()]
-        self._launcher.launch(kernels.totals(count), len(parameters), arguments)
-        add_up(parameters, sums)
-        self._launch_per_tensor(layout, kernels.weigh(self.rule), skip, sums.data_ptr())
-
-    def _launch_per_tensor(self, layout: _Layout, kernel: Kernel, skip: int, *arguments: int) -> None:
-        count, hyper = len(layout.order), self._upload_numbers()
-        tables = [layout.tensors.data_ptr(), count, hyper.data_ptr(), skip, layout.constants.data_ptr()]
-        self._launcher.launch(kernel, -(-count // THREADS), [*tables, *arguments])
-
-    def _launch_pass(
-        self, layout: _Layout, kernel_of: Callable[[Rule, Variant], Kernel], arguments: Sequence[int | float]
-    ) -> None:
-        """Launch the kernel of each variant on its chunks."""
-        seed = [] if self.rounding is None else [self.rounding.seed]
-        for variant, start, end in zip(layout.variants, layout.table.starts, layout.table.starts[1:]):
-            if end > start:
-                kernel = kernel_of(self.rule, variant)
-                self._launcher.launch(kernel, end - start, [*self._chunks(layout, start, kernel), *arguments, *seed])
 
     def _chunks(self, layout: _Layout, start: int, kernel: Kernel) -> list[int]:
         """The first arguments of a `stream` kernel, for the chunks from number `start` on."""
@@ -235,7 +204,7 @@ class FusedStep:
 
         The caller keeps all results until its launches are in the stream.
         """
-        moved, layout = self._find_gradients(), self._layout
+        moved, layout, rule = self._find_gradients(), self._layout, self.rule
         gradient_facts = facts_of(moved.gradients)
         if gradient_facts is not None:
             gradient_facts += [list(map(id, moved.parameters)), moved.groups]
@@ -243,7 +212,7 @@ class FusedStep:
         if layout is not None and same_gradients and measures:
             return layout, moved, []
         groups = [self._group_facts(group) for group in self.optimizer.param_groups]
-        keys = [*self.rule.single, *dict.fromkeys(key for _, states in groups for key in states)]
+        keys = [*rule.single, *dict.fromkeys(key for _, states in groups for key in states)]
         if self.ema_decay is not None:
             keys.append(EMA)
         tensors = self._tensors(moved.parameters, keys)
@@ -259,7 +228,9 @@ class FusedStep:
             variant, item = self._item(moved, i, *groups[group])
             items.setdefault(variant, []).append(item)
         try:
-            self._compile(items)
+            if items:  # all kernels of a step before its first launch
+                updates = [kernels.update(rule, variant) for variant in items]
+                self._launcher.compile([*updates, kernels.prepare(rule)])
         except KernelError:
             for parameter, old_state in zip(moved.parameters, before):
                 state = self.optimizer.state[parameter]
@@ -339,18 +310,8 @@ class FusedStep:
         offset = 0 if self.rounding is None else self.rounding.offset_of(parameter)
         row = Row(tuple(tensors), self._copies(parameter), moved.numbers[i], offset)
         counter = local(state["step"] if rule.counts else self._counters[parameter])
-        scalar = local(state[rule.scalar]) if rule.scalar else counter
-        numbers = [moved.groups[i], counter.data_ptr(), lr_at, scalar.data_ptr()]
+        numbers = [moved.groups[i], counter.data_ptr(), lr_at]
         return Variant(states, dtypes, self.rounding is not None), _Item(i, row, numbers)
-
-    def _compile(self, variants: Collection[Variant]) -> None:
-        """Compile all kernels of a step before its first launch."""
-        rule = self.rule
-        all_kernels = [kernels.update(rule, variant) for variant in variants]
-        if rule.survey is not None:
-            all_kernels += [kernels.survey(rule, variant) for variant in variants]
-            all_kernels += [kernels.totals(len(rule.survey.squares)), kernels.weigh(rule)]
-        self._launcher.compile([*all_kernels, kernels.prepare(rule)] if variants else ())
 
     def _tables(self, items: dict[Variant, list[_Item]]) -> _Layout:
         device = self._launcher.device

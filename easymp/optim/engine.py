@@ -311,7 +311,7 @@ class Engine:
         """
         if self.kernels is not None:
             try:
-                return Measured(*self.kernels.measure(max_norm, self._on_device(scale), over_ranks).unbind()[:3])
+                return Measured(*self.kernels.measure(max_norm, self._on_device(scale), over_ranks).unbind())
             except KernelError as error:
                 self.fall_back_to_torch(str(error))
                 add, sharded = over_ranks, self.optimizer
@@ -394,9 +394,7 @@ class Engine:
     def _step_by_kernels(
         self, kernels: FusedStep, factor: Tensor | None, found_inf: Tensor | None, scale: Scale | None
     ) -> None:
-        # A collective, even for a rank without gradients.
-        measured = kernels.measure(over_ranks=self.counting.add) if self._rule.norm else None
-        self._with_hooks(lambda: kernels.step(factor, found_inf, measured, scale))
+        self._with_hooks(lambda: kernels.step(factor, found_inf, scale))
 
     def _with_hooks(self, move: Callable[[], Any]) -> None:
         """`move`, with all that torch does around an optimizer's own step."""

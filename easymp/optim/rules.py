@@ -162,9 +162,6 @@ exp_avg_sq = beta2 * exp_avg_sq + rest2 * d * d
 NOVOGRAD = Rule(
     name="novograd",
     states=("exp_avg",),
-    refuse=lambda group: (
-        None if group["norm_type"] == 2 else f"norm_type={group['norm_type']}, and the kernels add up squares only"
-    ),
     numbers={
         **BETAS,
         "eps": "eps",

@@ -185,6 +185,8 @@ def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | s
     rule = rule_of()
     if isinstance(rule, str):
         return rule
+    if rule.survey is not None:
+        return f"a step by {rule.name} needs norms of whole tensors, which torch's operations compute"
     for group in optimizer.param_groups:
         if (refusal := rule.refuse(group)) is not None:
             return refusal

@@ -9,11 +9,10 @@ import torch
 
 from easymp.cuda.cupy_launcher import PROBE
 from easymp.cuda.kernel import Kernel
-from easymp.cuda.rule import CONCLUDE, TOTAL, Rule, Variant, prepare, squares, survey, totals, update, weigh
-from easymp.optim.rules import ADAGRAD, ADAM, LAMB, LION, NOVOGRAD, SGD
+from easymp.cuda.rule import CONCLUDE, TOTAL, Rule, Variant, prepare, squares, update
+from easymp.optim.rules import ADAGRAD, ADAM, LION, SGD
 
-PLAIN = (ADAM, SGD, ADAGRAD, LION)
-ALL = (*PLAIN, LAMB, NOVOGRAD)
+ALL = (ADAM, SGD, ADAGRAD, LION)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
@@ -43,11 +42,6 @@ def of_rule(rule: Rule, combinations: tuple = COMBINATIONS) -> Iterator[Kernel]:
             extra = {"ema": F32} if average else {}
             extra |= {} if low is None else {"low": low}
             yield update(rule, Variant(states, tuple({**dtypes, **extra}.items()), stochastic))
-            if rule.survey is not None:
-                yield survey(rule, Variant(states, tuple(dtypes.items()), stochastic))
-    if rule.survey is not None:
-        yield totals(len(rule.survey.squares))
-        yield weigh(rule)
 
 
 def beside_steps() -> Iterator[Kernel]:
@@ -62,7 +56,6 @@ def every_kernel() -> list[Kernel]:
 def few_kernels() -> list[Kernel]:
     """One of each kind, those with most registers among them."""
     rule_kernels = [row for begin in (0, 6) for row in of_rule(ADAM, COMBINATIONS[begin : begin + 1])]
-    rule_kernels += of_rule(LAMB, COMBINATIONS[4:5])
     return list(dict.fromkeys([TOTAL, squares(F16), *rule_kernels, *of_rule(SGD, ())]))
 
 

@@ -31,8 +31,6 @@ GROUPS = {
     "sgd": {**torch.optim.SGD(PLAIN).defaults, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
     "adagrad": torch.optim.Adagrad(PLAIN).defaults,
     "lion": {**optim.Lion(PLAIN).defaults, "lr": 1e-3},
-    "lamb": {**optim.LAMB(PLAIN).defaults, "lr": 1e-2},
-    "novograd": {**optim.NovoGrad(PLAIN).defaults, "lr": 1e-2, "betas": (0.9, 0.98)},
 }
 
 

@@ -118,7 +118,7 @@ def test_each_optimizer_is_its_papers_formula(formula, make, options, monkeypatc
         factor = max_norm / total_norm if max_norm and total_norm > max_norm else 1.0
         for g, flat, memory in zip(numbers, lists, memories):
             formula(flat, [x * factor for x in g], memory, group, turn + 1, fast)
-    assert getattr(fast, "engine", fast_engine).kernels is not None
+    assert (getattr(fast, "engine", fast_engine).kernels is None) == (formula in (lamb, novograd))
     assert getattr(slow, "engine", slow_engine).kernels is None
     for parameters in parameter_lists:
         for p, flat in zip(parameters, lists):

@@ -60,8 +60,6 @@ KINDS = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     (ours.Lion, {"lr": 1e-2, "weight_decay": 0.1}),
-    (ours.LAMB, {"lr": 1e-2}),
-    (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1}),
     (larc, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     (larc_adam, {"lr": 0.1, "weight_decay": 0.1}),
 ]
@@ -289,10 +287,9 @@ def test_bf16_rounded_stochastically_is_the_same_by_torch(kind, kernels, monkeyp
             engine.step(torch.full((), 0.5))
         averages = [v for s in optimizer.state.values() for key, v in s.items() if v.ndim and key != "step"]
         assert {v.dtype for v in averages} == {torch.bfloat16}
-        assert engine.name == ("torch" if fused is False else "CuPy")
+        assert engine.name == ("torch" if fused is False or kind in (ours.LAMB, ours.NovoGrad) else "CuPy")
         ends.append(torch.cat([p.detach().flatten() for p in low]))
-    same = (ends[0] == ends[1]).float().mean()
-    assert same > (0.8 if kind is ours.LAMB else 0.98)  # its kernel divides rounded averages
+    assert (ends[0] == ends[1]).float().mean() > 0.98
     torch.testing.assert_close(ends[0], ends[1], rtol=2e-2, atol=2e-2)
 
 
@@ -409,10 +406,10 @@ def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
     from easymp.training.prepare import same_kernels
 
     parameters = [torch.nn.Parameter(torch.ones(3))]
-    lamb = ours.LAMB(parameters)
-    engine = Engine(lamb)
+    lion = ours.Lion(parameters)
+    engine = Engine(lion)
     world = SimpleNamespace(size=2, device=torch.device("cuda"), any=lambda flag: flag or not everywhere)
-    same_kernels(world, lamb, engine)
+    same_kernels(world, lion, engine)
     assert (engine.kernels is not None) == everywhere
     parameters[0].grad = torch.ones(3)
     engine.step()
