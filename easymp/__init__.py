@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from .strategies.local_sgd import LocalSGD as LocalSGD
     from .strategies.local_sgd import LocalSGDOptions as LocalSGDOptions
     from .strategies.pipeline import PipelineOptions as PipelineOptions
-    from .strategies.single import DataParallelOptions as DataParallelOptions
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .strategies.transforms import CompileOptions as CompileOptions
     from .trackers.logbook import GeneralTracker as GeneralTracker
@@ -102,7 +101,6 @@ _HOMES = {
     "protocols": "Choice Source Tracker",
     "settings": "Settings resolve",
     "strategies.batchnorm": "SyncBatchNorm convert_sync_batchnorm",
-    "strategies.single": "DataParallelOptions",
     "strategies.fsdp": "FSDPOptions HSDPOptions",
     "strategies.local_sgd": "LocalSGD LocalSGDOptions",
     "strategies.pipeline": "PipelineOptions",
@@ -135,6 +133,7 @@ if not TYPE_CHECKING:  # type checkers would take a module's `__getattr__` for o
             "optim": ["optim"],
         },  # not in __all__, or ``import *`` would replace torch's modules of these names
         elsewhere={
+            "DataParallelOptions": "data_parallel has no options: CUDA_VISIBLE_DEVICES chooses its accelerators",
             **dict.fromkeys(_ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"),
             "NormalizeImages": "use torchvision.transforms.v2.ToDtype(scale=True) and Normalize, on the batch's device",
         },

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from .strategies.fsdp import FSDPOptions
     from .strategies.local_sgd import LocalSGDOptions
     from .strategies.pipeline import PipelineOptions
-    from .strategies.single import DataParallelOptions
     from .strategies.tensor_parallel import TensorParallelOptions
     from .strategies.transforms import CompileOptions
     from .trackers import TrackerName
@@ -59,12 +58,7 @@ if TYPE_CHECKING:
 
     OneTracker: TypeAlias = TrackerName | LoggerType | Tracker | GeneralTracker | type[Tracker] | type[GeneralTracker]
     StrategyOptions: TypeAlias = (
-        DistributedDataParallelKwargs
-        | DataParallelOptions
-        | FSDPOptions
-        | LocalSGDOptions
-        | PipelineOptions
-        | TensorParallelOptions
+        DistributedDataParallelKwargs | FSDPOptions | LocalSGDOptions | PipelineOptions | TensorParallelOptions
     )
 
 # What an Accelerator needs when it is made or runs, and the import of this class does not.

@@ -359,7 +359,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         >>> acc = Accelerator(cpu=True, strategy_options=DistributedDataParallelKwargs(comm_hook="bf16"))
     """
 
-    retired: ClassVar = dict.fromkeys(("comm_wrapper", "comm_state_option"), SEND_LESS)
+    retired: ClassVar = {
+        **dict.fromkeys(("comm_wrapper", "comm_state_option"), SEND_LESS),
+        "devices": "data_parallel takes all accelerators that are visible. Set CUDA_VISIBLE_DEVICES",
+    }
 
     dim: int = option(0, "as in torch")
     broadcast_buffers: bool = option(True, "buffers (batch-norm) take rank 0's values before each forward")

@@ -19,14 +19,13 @@ from ..base.dtensor import local
 from ..base.lazy import modules_at_first_use
 from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
-from ..precision.scaler import inverse, takes_found_inf, to_device
+from ..precision.scaler import amp_attributes, inverse, takes_found_inf, to_device
 from ..protocols import Counting
 from .masters import Averages, Masters
 from .sharded import ShardedOptimizer, elementwise, holder_of
 from .torch_step import (
     FUSED,
     Clip,
-    amp_attributes,
     counting_by_meshes,
     fp32_norms,
     has_user_pre_hooks,
@@ -194,22 +193,18 @@ class Engine:
                 )
             self._rule_step = rules.RuleStep(inner, step_rule, options.state_dtype, rounding)
 
-        def find_rule() -> Rule | str:
-            return rule_optimizers.rule_of(inner) if rule is None else rule
-
-        launcher = launcher_of(inner, find_rule) if free else "kernels are off"
-        if isinstance(launcher, str):
-            self.reason = launcher
+        kernels = launcher_of(inner, lambda: rule or rule_optimizers.rule_of(inner)) if free else "kernels are off"
+        if isinstance(kernels, str):
+            self.reason = kernels
             return
         self.reason = f"norm, unscale, clip and {type(inner).__name__} in one pass"
-        kernel_rule = find_rule()
-        assert not isinstance(kernel_rule, str)
-        self._rule, self._device = kernel_rule, launcher.device
+        launcher, self._rule = kernels
+        self._device = launcher.device
         if sharded is not None:
             self.counting = sharded.counting
         self.kernels = cuda.FusedStep(
             inner,
-            kernel_rule,
+            self._rule,
             launcher,
             gradient=self._gradient if sharded is None else sharded.gradient,
             copy=self._low,
@@ -362,17 +357,16 @@ class Engine:
             clip.gradients()  # checks that they are those that were measured
             factor = clip.factor if factor is None else factor * clip.factor
         plain = factor is None and found_inf is None and self.averages.decay is None and self._rule_step is None
-        if self.kernels is not None and not (plain and self._takes_fused_step()):
+        # Without factor or flag torch's own fused step does all that is needed.
+        fused = plain and self._masters is None and type(self._inner) in FUSED and takes_found_inf(self.optimizer)
+        if self.kernels is not None and not fused:
             self._gather_if_started()
+            step, numbers = self.kernels.step, (self._on_device(factor), self._on_device(found_inf))
             try:
-                return self._step_by_kernels(self.kernels, self._on_device(factor), self._on_device(found_inf), scale)
+                return self._with_hooks(lambda: step(*numbers, scale))
             except KernelError as error:
                 self.fall_back_to_torch(str(error))
         return self._plain() if plain else self._step_by_torch(factor, found_inf)
-
-    def _takes_fused_step(self) -> bool:
-        """Whether torch's own fused step does all that a step without factor or flag needs."""
-        return self._masters is None and type(self._inner) in FUSED and takes_found_inf(self.optimizer)
 
     def _step_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:
         by_rule, reads_flag = self._rule_step, takes_found_inf(self.optimizer)
@@ -390,11 +384,6 @@ class Engine:
             return self._plain()
 
         return self.averages.follow_step([parameter for parameter, _ in self._pairs()], step, found_inf)
-
-    def _step_by_kernels(
-        self, kernels: FusedStep, factor: Tensor | None, found_inf: Tensor | None, scale: Scale | None
-    ) -> None:
-        self._with_hooks(lambda: kernels.step(factor, found_inf, scale))
 
     def _with_hooks(self, move: Callable[[], Any]) -> None:
         """`move`, with all that torch does around an optimizer's own step."""

@@ -29,7 +29,6 @@ from .torch_step import (
     Snapshot,
     WrappingOptimizer,
     fill_momentum,
-    first_snapshot,
     keep_implementation,
     parameters_of,
 )
@@ -129,8 +128,14 @@ class PreparedOptimizer(WrappingOptimizer):
                 window.refuse("step(closure)", "fp32 masters")
         if self._after_backward is not None:
             self.check_gradients()
-        if turn.spent:
-            self._check_cleared()
+        # This update's gradients were added to those of the last one if no `zero_grad` came since the last step.
+        added = turn.spent and turn.phase is not Phase.STEPPED
+        if added and self._stepped_on is not None and self._stepped_on.present:
+            raise StepError(
+                "gradients of the last update were not cleared, and this update's were added to them, which is wrong "
+                "where they are multiplied by a loss scale or handed to fp32 masters: call optimizer.zero_grad() after "
+                "each step()"
+            )
         turn.spent, turn.waiting = True, False
         self.closure = closure
         try:
@@ -147,7 +152,8 @@ class PreparedOptimizer(WrappingOptimizer):
         self.updates += 1
         turn.phase = Phase.STEPPED  # of the backward in a closure, too
         if self._scaler.scales or self._masters is not None or (low_precision and window.accumulation != 1):
-            self._stepped_on = first_snapshot(parameter for _, parameter in self.parameters())
+            snapshots = (Snapshot(parameter) for _, parameter in self.parameters() if parameter.grad is not None)
+            self._stepped_on = next(snapshots, None)
         for notify in window.parts.stepped:
             notify(self)
         return result
@@ -271,19 +277,6 @@ class PreparedOptimizer(WrappingOptimizer):
         left, self._after_backward = self._after_backward, None
         if left is not None and self.turn.phase is Phase.ACCUMULATING and self.turn.clip is None:
             left.check_unchanged()
-
-    def _check_cleared(self) -> None:
-        """StepError if this update's gradients were added to those of the last one, where these have another factor.
-
-        Called where no `zero_grad` came since the last step.
-        """
-        backward_came = self.turn.phase is not Phase.STEPPED
-        if backward_came and self._stepped_on is not None and self._stepped_on.present:
-            raise StepError(
-                "gradients of the last update were not cleared, and this update's were added to them, which is wrong "
-                "where they "
-                "are multiplied by a loss scale or handed to fp32 masters: call optimizer.zero_grad() after each step()"
-            )
 
     def show_gradients(self) -> None:
         """Let scripts read and change gradients where they know them, though masters have them; see `Masters.show`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Never, TypedDict, Unpack
+from typing import Any, ClassVar, Never
 
 import torch
 from torch import Tensor
@@ -19,14 +19,6 @@ from .rules import LION, NOVOGRAD, RULES, RuleStep
 from .torch_step import OwnOptimizer
 
 
-class RemovedOptions(TypedDict, total=False):
-    """Options of earlier versions, which type checkers refuse, too."""
-
-    ema_decay: Never
-    state_dtype: Never
-    stochastic_rounding: Never
-
-
 class RuleOptimizer(OwnOptimizer):
     """Base of optimizers that are a rule, which kernels or torch's operations run."""
 
@@ -34,7 +26,7 @@ class RuleOptimizer(OwnOptimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], removed: Mapping[str, Any]) -> None:
         for name in removed:
-            if name in RemovedOptions.__annotations__:
+            if name in ("ema_decay", "state_dtype", "stochastic_rounding"):
                 raise SettingError(f"{type(self).__name__}({name}=…) was removed. Instead: {OPTIMIZER_REMEDY}")
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
@@ -116,7 +108,7 @@ class Lion(RuleOptimizer):
         *,
         maximize: bool = False,
         fused: bool | None = None,
-        **removed: Unpack[RemovedOptions],
+        **removed: Never,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "fused": fused}
         super().__init__(params, defaults, removed)
@@ -173,7 +165,7 @@ class LAMB(RuleOptimizer):
         use_nvlamb: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
-        **removed: Unpack[RemovedOptions],
+        **removed: Never,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging}
@@ -232,7 +224,7 @@ class NovoGrad(RuleOptimizer):
         init_zero: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
-        **removed: Unpack[RemovedOptions],
+        **removed: Never,
     ) -> None:
         if norm_type not in (2, 0, math.inf):
             raise SettingError(f"norm_type={norm_type} must be 2, or inf (Apex writes 0)")

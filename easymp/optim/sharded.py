@@ -23,13 +23,12 @@ from ..base.pytree import map_leaves
 from ..base.rng import TORCH
 from ..distributed import World
 from ..errors import RefusedError, SettingError, StepError, WorldError
-from ..precision.scaler import takes_found_inf
+from ..precision.scaler import amp_attributes, takes_found_inf
 from ..protocols import Counting
 from .torch_step import (
     HOOKS,
     OwnOptimizer,
     WrappingOptimizer,
-    amp_attributes,
     fill_momentum,
     loss_of,
     note_step,

@@ -60,21 +60,6 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def amp_attributes(
-    optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None
-) -> Iterator[None]:
-    """Inside, a step of `optimizer` reads these, by torch's protocol for fused optimizers."""
-    attributes: dict[str, Any] = vars(optimizer)
-    before: dict[str, Any] = {name: attributes[name] for name in ("grad_scale", "found_inf") if name in attributes}
-    attributes.update(grad_scale=grad_scale, found_inf=found_inf)
-    try:
-        yield
-    finally:
-        del attributes["grad_scale"], attributes["found_inf"]
-        attributes.update(before)
-
-
-@contextmanager
 def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterator[None]:
     """Inside, `option` of param groups that have it is `value`."""
     before = [(group, group[option]) for group in groups if option in group]
@@ -173,8 +158,8 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
     return {**state, "param_groups": groups}
 
 
-def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | str]) -> CupyLauncher | str:
-    """The launcher of the kernels that step `optimizer`; or the reason why torch steps it."""
+def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | str]) -> tuple[CupyLauncher, Rule] | str:
+    """The launcher and the rule of the kernels that step `optimizer`; or the reason why torch steps it."""
     parameters = [p for p in parameters_of(optimizer) if not p.is_meta]  # meta parameters are of other stages
     devices = {p.device for p in parameters}
     if len(devices) != 1:
@@ -191,9 +176,11 @@ def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | s
         if (refusal := rule.refuse(group)) is not None:
             return refusal
     launcher: CupyLauncher | str = cuda.launcher_for(device)
-    if not isinstance(launcher, str) and not all(cuda.steps(p, device) for p in parameters):
+    if isinstance(launcher, str):
+        return launcher
+    if not all(cuda.steps(p, device) for p in parameters):
         return "our kernels take dense float32, bfloat16 and float16 parameters, and some are not"
-    return launcher
+    return launcher, rule
 
 
 # -- gradients that a script may change --------------------------------------------------------------------------------
@@ -230,11 +217,6 @@ class Snapshot:
         """Whether the parameter has no gradient now, or zeros. Waits for the device."""
         gradient = self.parameter.grad
         return gradient is None or is_zero(gradient)
-
-
-def first_snapshot(parameters: Iterable[Tensor]) -> Snapshot | None:
-    """Of the first parameter that has a gradient."""
-    return next((Snapshot(p) for p in parameters if p.grad is not None), None)
 
 
 class Clip:

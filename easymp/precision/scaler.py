@@ -214,7 +214,8 @@ class Scaler:
             )
         found_inf = self.begin_step(optimizer)
         if takes_found_inf(optimizer):
-            return step_with_found_inf(optimizer, found_inf, None, *args, **kwargs)
+            with amp_attributes(optimizer, None, found_inf):
+                return optimizer.step(*args, **kwargs)
         return None if found_inf.item() else optimizer.step(*args, **kwargs)
 
     def begin_step(self, optimizer: Optimizer) -> Tensor:
@@ -404,16 +405,20 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def step_with_found_inf(
-    optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None, *args: Any, **kwargs: Any
-) -> Any:
-    """Step by torch's protocol: divide gradients by `grad_scale` as they are read; skip if `found_inf` is above 0."""
-    stepper: Any = optimizer
-    stepper.found_inf, stepper.grad_scale = found_inf, grad_scale
+@contextmanager
+def amp_attributes(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
+    """Inside, a step of `optimizer` divides by `grad_scale` and is skipped where `found_inf` is above 0.
+
+    This is torch's protocol for fused optimizers.
+    """
+    attributes: dict[str, Any] = vars(optimizer)
+    before: dict[str, Any] = {name: attributes[name] for name in ("grad_scale", "found_inf") if name in attributes}
+    attributes.update(grad_scale=grad_scale, found_inf=found_inf)
     try:
-        return stepper.step(*args, **kwargs)
+        yield
     finally:
-        del stepper.found_inf, stepper.grad_scale
+        del attributes["grad_scale"], attributes["found_inf"]
+        attributes.update(before)
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

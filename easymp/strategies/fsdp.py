@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.dtensor import ShardMemory, names_of, rebind
-from ..base.rng import TORCH
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, is_whole, nearest
 from ..optim.sharded import check_sums
@@ -31,8 +30,6 @@ from ..protocols import Conflict, Layout, WrapContext, chunk_elements, no_elemen
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse, refuse_uncallable
 from .meta_init import materialise, on_meta
 from .single import Reducing, Released, Remedy, Single, average, broadcast_model, copies, device_mesh, hook_gradient
-
-ZEROS = (2, 13)  # the first torch that can reduce zeros for parameters without a gradient
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,6 @@ class FSDP(Single):
         module = policy.forward(model, world.device)
         context.compile(module)
         sharded = Sharded(module, model, groups, world, options, bool(self.reduces_each), unsharded, policy.gather)
-        sharded.replicated = len(self._shape) > 1
         sharded.explain_calls_from_outside()
         return sharded
 
@@ -189,9 +185,6 @@ class FSDP(Single):
 class HSDPOptions(FSDPOptions):
     """Options of strategy "hsdp": those of "fsdp", and one more.
 
-    `reduce_every_micro_batch`: None is True. Each micro-batch's gradients are reduced inside a group, and sums are
-    averaged between groups when the window ends.
-
     Example:
         >>> settings = Settings(strategy="hsdp", strategy_options=HSDPOptions(shard_size=8))
     """
@@ -205,7 +198,7 @@ class HSDPOptions(FSDPOptions):
 
 
 class HSDP(FSDP):
-    """FSDP inside groups of `shard_size` ranks; gradients are averaged between groups, once an accumulation window."""
+    """FSDP inside groups of `shard_size` ranks; gradients are averaged between groups, too."""
 
     name: ClassVar[str] = "hsdp"
     conflicts: ClassVar[Sequence[Conflict]] = conflicts_of("hsdp")
@@ -223,13 +216,6 @@ class HSDP(FSDP):
                 f"{world.size} ranks make no such groups of {label}: {choices}use strategy='fsdp' or 'ddp'"
             )
         self._shape = (world.size // size, size)
-        if TORCH < ZEROS and self.reduces_each:
-            raise SettingError(
-                f"reduce_every_micro_batch=True under hsdp needs torch 2.13 or newer, and this is {torch.__version__}: "
-                "before, torch adds up gradients of different parameters. Leave it out"
-            )
-        if self.reduces_each is None:
-            self.reduces_each = TORCH >= ZEROS
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -326,7 +312,6 @@ class Sharded(Reducing):
         super().__init__(module, root, world)
         self._options, self._parts = options, tuple(parts)
         self._reduces_each = reduces_each  # backwards before the end of an accumulation window reduce, too
-        self.replicated = False  # shards are replicated: their gradients are averaged at the end of the window
         self._has_unreduced = False  # whether torch may keep sums beside `.grad`
         self._all_gathered = False  # whether all parts have been gathered once
         self._has_called = False
@@ -334,8 +319,6 @@ class Sharded(Reducing):
         self._hooks = as_if_fp32(root) if gather else []
         self._hooks += [hook_gradient(p, self._queue_end) for p in self._unsharded]
         self._end_queued = False  # whether this backward ends with `_end_backward`
-        self._unused: list[Tensor] | None = None  # without a gradient when an early window of replicas began
-        self._used_ids: set[int] = set()  # ids of those that have had one since
         self._names, self._tensors = zip(*root.named_parameters())
         self._frozen = [not p.requires_grad for p in self._tensors]
         self._shard_memory = ShardMemory(root)
@@ -347,12 +330,6 @@ class Sharded(Reducing):
         accumulating = training and not self.reduces
         if training:
             self._compare_frozen()
-        if accumulating and self._reduces_each and self.replicated and self._unused is None:
-            # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those
-            # that it did not use.
-            sharded = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local")]
-            self._unused = [p for p in sharded if p.grad is None]
-            self.root.set_reduce_scatter_unused_params(True)
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
         if not self._has_called:
@@ -382,22 +359,12 @@ class Sharded(Reducing):
     def _gather_once(self) -> None:
         """Gather every part: torch cannot keep unreduced gradients of a block that no forward has gathered yet."""
         for part in self._parts:
-            entries = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
             part.unshard()
-            for module, name, shard in entries if self._reduces_each and self.replicated else ():
-                gathered: Any = module._parameters[name]
-                if gathered is not shard:
-                    self._hooks.append(hook_gradient(gathered, partial(self._record_use, id(shard))))
             part.reshard()
         for group in self._param_groups():
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed = partial(_accumulate, group, parameter)
         self._all_gathered = True
-
-    def _record_use(self, shard: int, gradient_of: Tensor) -> None:
-        self._used_ids.add(shard)
-        if self._unused is not None:
-            self._queue_end(gradient_of)
 
     def _queue_end(self, _: Tensor) -> None:
         if self.reduces and not self._end_queued:
@@ -408,18 +375,6 @@ class Sharded(Reducing):
     def _end_backward(self) -> None:
         self._end_queued = False
         average([p.grad for p in self._unsharded if p.grad is not None], self.world)
-        if self._unused is None:
-            return
-        # Remove the zero gradients of parameters that no micro-batch used.
-        flags = [id(p) in self._used_ids for p in self._unused]
-        if not all(flags):
-            counts = self.world.reduce(torch.tensor(flags, device=self.world.device).float(), "sum").tolist()
-            for parameter, count in zip(self._unused, counts):
-                if not count:
-                    parameter.grad = None
-        self._unused = None
-        self._used_ids.clear()
-        self.root.set_reduce_scatter_unused_params(False)
 
     def explain_calls_from_outside(self) -> None:
         """Explain errors of modules that are called from outside of the model's forward but only gathered by it."""
@@ -435,14 +390,11 @@ class Sharded(Reducing):
             return
         self._has_unreduced, cleared = False, parameters()
         for group in self._param_groups():
-            dropped = [p for p in group.fsdp_params if id(p.sharded_param) in cleared]
-            for parameter in dropped:
+            for parameter in (p for p in group.fsdp_params if id(p.sharded_param) in cleared):
                 # In another dtype than the parameter's; else in the gathered parameter.
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-            if len(dropped) == len(group.fsdp_params):
-                group._partial_reduce_output = None
 
     def _param_groups(self) -> Iterator[Any]:
         """torch's groups of parameters that are gathered together."""
@@ -460,8 +412,6 @@ class Sharded(Reducing):
         self._has_unreduced |= not enabled
         if not self._reduces_each:
             self.root.set_requires_gradient_sync(enabled)
-        elif self.replicated:
-            self.root.set_requires_all_reduce(enabled)
 
 
 def _accumulate(group: Any, parameter: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -16,10 +15,10 @@ from torch.optim import Optimizer
 
 from ..base.dtensor import local
 from ..distributed import World
-from ..errors import RefusedError, SettingError, StepError, is_whole
+from ..errors import RefusedError, StepError
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
-from ..options import DistributedDataParallelKwargs, Record, option
+from ..options import DistributedDataParallelKwargs
 from ..protocols import Conflict, Counting, Facts, Layout, Refusal, WrapContext
 from .context_parallel import SequenceAttention, check_group_size
 
@@ -218,32 +217,8 @@ class Released(nn.Module):
 # -- data_parallel: one process, several accelerators ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DataParallelOptions(Record):
-    """Options of strategy "data_parallel".
-
-    Raises:
-        SettingError: `devices` is not a list of different indices.
-
-    Example:
-        >>> settings = Settings(strategy="data_parallel", strategy_options=DataParallelOptions(devices=(0, 1)))
-    """
-
-    devices: tuple[int, ...] | None = option(
-        None, "indices of the accelerators to use, the one that holds the model first; None takes all that are visible"
-    )
-
-    def __post_init__(self) -> None:
-        if self.devices is None:
-            return
-        devices = tuple(self.devices) if isinstance(self.devices, (list, tuple, range)) else ()
-        if not devices or len({*devices}) < len(devices) or not all(is_whole(d, 0) for d in devices):
-            raise SettingError(f"devices={self.devices!r} is not a list of different indices, such as (0, 1)")
-        object.__setattr__(self, "devices", devices)
-
-
 class DataParallel(Single):
-    """torch's nn.DataParallel around the model under autocast; with fewer than two accelerators the model itself.
+    """torch's nn.DataParallel around the model under autocast, on all visible accelerators; with one the model itself.
 
     A forward that returns the loss returns one for each device: average them. Batch-norm takes each device's share.
     """
@@ -252,11 +227,10 @@ class DataParallel(Single):
     conflicts: ClassVar[Sequence[Conflict]] = (
         Conflict(SEVERAL_DEVICES, "forward_methods", "it calls copies of the model, by forward alone", Remedy.FORWARD),
     )
-    Options: ClassVar[type] = DataParallelOptions
 
-    def __init__(self, world: World, options: DataParallelOptions) -> None:
+    def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         super().__init__(world, options)
-        self._devices = choose_devices(world.device, options.devices)
+        self._devices = visible_devices(world.device)
         if len(self._devices) > 1:
             self.words.add(SEVERAL_DEVICES)
 
@@ -272,22 +246,14 @@ class DataParallel(Single):
                     "run in each of them with the first one's parameters: leave compiling out, or use strategy='ddp'"
                 )
         logger.info("data_parallel copies the model to %d devices at each call; ddp is faster", count)
-        return nn.DataParallel(module, list(self._devices))
+        return nn.DataParallel(module, self._devices)
 
 
-def choose_devices(device: torch.device, indices: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Indices of the accelerators that run a model on `device`: `indices`, or None for all that are visible."""
+def visible_devices(device: torch.device) -> list[int]:
+    """Indices of the visible accelerators of the kind of `device`, its own first."""
     count = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 0
     home = device.index or 0
-    if indices is None:
-        return (home, *(d for d in range(count) if d != home)) if count else ()
-    if missing := [d for d in indices if d >= count]:
-        raise RefusedError(
-            f"devices={indices}: there are {count} accelerators here, counted from 0: leave out {missing}"
-        )
-    if indices[0] != home:
-        raise RefusedError(f"devices={indices}, but the model is put on device {home}: name that one first")
-    return indices
+    return [home, *(d for d in range(count) if d != home)] if count else []
 
 
 # -- tensors of a model, over the ranks --------------------------------------------------------------------------------

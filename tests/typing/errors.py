@@ -20,7 +20,7 @@ acc.save_state(asynchronous=True)  # type: ignore[call-arg]
 acc.load_state(map_location="cpu")  # type: ignore[call-arg]
 acc.backward(x.sum(), keep_graph=True)  # type: ignore[call-arg]
 acc.prepare(net, adamw, placement=[True])  # type: ignore[call-overload]
-easymp.optim.Lion(net.parameters(), lrr=0.1)  # type: ignore[call-arg]
+easymp.optim.Lion(net.parameters(), lrr=0.1)  # type: ignore[arg-type]
 acc.sync_gradient  # type: ignore[attr-defined]  # noqa: B018
 easymp.Acelerator()  # type: ignore[attr-defined]
 
