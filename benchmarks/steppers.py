@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from easymp import Accelerator, GradScalerKwargs, Settings
 from easymp.cuda.cupy_launcher import CupyLauncher
 from easymp.cuda.rounding import Rounding
-from easymp.cuda.rule import Scale
 from easymp.cuda.step import EMA, FusedStep
 from easymp.optim import Engine
 from easymp.optim import engine as torch_engine
@@ -89,8 +88,7 @@ class Job:
         self.parameters = [nn.Parameter(self._random(shape, made).mul_(0.02).to(low)) for shape in shapes(size)]
         for p in self.parameters:
             p.grad = self._random(tuple(p.shape), made).mul_(0.01 * scale).to(low)
-        self.scaling = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)  # as `Scale.state` has it
-        self.scale = self.scaling[:1].view(torch.float32)[0].fill_(scale)
+        self.scale = torch.full((), scale, device=device)
         self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters] if kind == "masters" else []
         self.held = self.masters or self.parameters  # by optimizers
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.held]
@@ -227,11 +225,12 @@ def kernels(job: Job) -> tuple[Run, str]:
         state_dtype=torch.bfloat16 if job.kind == "bf16" else None,
         rounding=Rounding() if job.kind == "bf16" else None,
     )
-    law = torch.tensor([2.0, 0.5, NEVER, 0, 1, 0, 0, math.inf], dtype=torch.float64, device=job.device)
+    good = torch.zeros((), dtype=torch.int32, device=job.device)
 
     def run() -> None:
-        _, factor, found, _ = step.measure(MAX_NORM, job.scale).unbind()
-        step.step(factor, found, scale=Scale(job.scaling, law))
+        _, factor, found = step.measure(MAX_NORM, job.scale).unbind()
+        step.step(factor, found)
+        torch._amp_update_scale_(job.scale, good, found, 2.0, 0.5, NEVER)
 
     return run, ""
 

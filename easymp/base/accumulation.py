@@ -50,7 +50,6 @@ class Turn:
     phase: Phase = Phase.ACCUMULATING
     found_inf: Tensor | None = None  # above 0 if a gradient is not finite, on any rank; None while that is unknown
     skipped: Tensor | None = None  # above 0 if the last step was skipped; None before a first step under a loss scale
-    scale: Any = None  # the loss scale that the step divides by and moves
     clip: Any = None  # the factor of a clip that the step applies, and the gradients to which it applies
     spent: bool = False  # a step has used the gradients, which were not cleared since
     waiting: bool = False  # the last call was a step before the end of the window
@@ -69,7 +68,7 @@ class Turn:
 
     def begin(self) -> None:
         """Begin the next update; gradients are new, or add to existing ones."""
-        self.phase, self.found_inf, self.scale = Phase.ACCUMULATING, None, None
+        self.phase, self.found_inf = Phase.ACCUMULATING, None
 
 
 class UpdateWindow:

@@ -13,7 +13,7 @@ _HOMES = {
     "cupy_launcher": ("facts", "launcher_for", "unavailable", "warn_once"),
     "kernel": ("TYPES", "upload"),
     "rounding": ("Rounding", "key_of", "stochastic"),
-    "rule": ("Scale", "complete"),
+    "rule": ("complete",),
     "step": ("FusedStep", "steps"),
 }
 

@@ -3,7 +3,7 @@
 A rule is text, one assignment a line, which is both Python and C++. Kernels run it on numbers; where no kernels run,
 `optim.rules` runs it on lists of tensors. It may call sqrt, pow, where, maximum and sign.
 
-Two kernels make a step. `prepare` runs a thread for each tensor: it moves a loss scale, and computes the step counter,
+Two kernels make a step. `prepare` runs a thread for each tensor: it computes the step counter,
 bias corrections and other numbers of a tensor in float64, since in float32 `1.f - 0.999f` is off by 1.3e-5. lr may be a
 tensor of the device and the counters are the optimizer's own, so a captured step goes on counting when it is replayed;
 a group's other numbers are those of the capture. `update` reads and writes each element once, with the average of the
@@ -205,17 +205,16 @@ MOST = 16  # most numbers of a group, and most constants of a tensor; the last c
 
 @cache
 def prepare(rule: Rule) -> Kernel:
-    """Count the step of each tensor and write its constants, unless the step is skipped; the loss scale always moves.
+    """Count the step of each tensor and write its constants, unless the step is skipped.
 
     Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
-    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``scale`` and ``law``,
-    see `MOVE`.
+    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST].
     """
     assert max(len(rule.numbers), len(rule.constants)) < MOST
     return Kernel(
         f"prepare_{rule.name}",
-        (*(f"uint64 {name}" for name in ("tensors", "hyper", "skip", "constants", "scale", "law")), "int64 count"),
-        f"""{MOVE}
+        (*(f"uint64 {name}" for name in ("tensors", "hyper", "skip", "constants")), "int64 count"),
+        f"""
 const i64 tensor = block * {THREADS} + thread;
 if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
   const u64* const row = at<const u64>(tensors) + tensor * {TENSOR};
@@ -232,43 +231,6 @@ if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
 }}
 """,
     )
-
-
-# -- the loss scale in it ----------------------------------------------------------------------------------------------
-
-LAW = ("growth", "backoff", "interval", "delay", "hysteresis", "refill", "minimum", "maximum")
-
-
-@dataclass(eq=False, slots=True)
-class Scale:
-    """A loss scale on a device, lent for one step."""
-
-    state: Tensor  # int32 [3]: bits of the float32 scale; good steps since it moved; overflows still forgiven, plus one
-    rule: Tensor  # float64 [8], as `LAW` names them; see `GradScalerKwargs`; `Scaler.advance` is the same by torch
-    moved: bool = False  # the step has moved it. One that torch runs, or that had nothing to step, has not
-
-
-# Sees ``skip``, and ``scale`` and ``law``, addresses of `Scale.state` and `Scale.rule`, or 0. Products are in double.
-MOVE = f"""
-if (scale && block == 0 && thread == 0) {{
-  float* const size = at<float>(scale);
-  int* const good = at<int>(scale) + 1;
-  int* const patience = at<int>(scale) + 2;
-  {" ".join(f"const double {name} = at<const double>(law)[{i}];" for i, name in enumerate(LAW))}
-  const bool bad = skip && *at<const float>(skip) > 0.f;
-  const bool falls = bad && *patience <= 1;
-  const int count = bad ? 0 : *good + 1;
-  const bool grows = (double)count >= interval + delay;
-  const float lower = (float)((double)*size * backoff), least = (float)minimum;
-  const float higher = (float)((double)*size * growth), most = (float)maximum;
-  const float bounded = higher > most ? most : higher;
-  if (refill > 0.0 ? !bad : grows) *patience = (int)hysteresis;
-  else if (bad && !falls) *patience -= 1;
-  if (falls) *size = lower < least ? least : lower;
-  else if (grows && finite(bounded)) *size = bounded;
-  *good = grows ? (int)delay : count;
-}}
-"""
 
 
 # -- a thread for each few elements ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 1. `rule.squares`: Σ g² and a check for numbers that are not finite (one launch a variant).
 2. `rule.TOTAL`: the norm, and the factor for clipping and unscaling. The ranks add up here where gradients are sharded.
-3. `rule.prepare`: counters and constants, and the loss scale where it is lent to this step.
+3. `rule.prepare`: counters and constants.
 4. `rule.update`: everything else (one launch a variant).
 
 Of 32 bytes an fp32 parameter, 4 are for the norm: torch's GradScaler, clip and fused AdamW move 48.
@@ -25,7 +25,7 @@ from . import EMA
 from . import rule as kernels
 from .kernel import THREADS, Kernel, Row, Table, addresses, capturing, facts_of, lay_out, same_layout, supports, upload
 from .rounding import Rounding
-from .rule import GRADIENT, MOST, Group, Rule, Scale, Variant, complete, roles_of
+from .rule import GRADIENT, MOST, Group, Rule, Variant, complete, roles_of
 
 if TYPE_CHECKING:
     from .cupy_launcher import CupyLauncher
@@ -143,23 +143,18 @@ class FusedStep:
         return result
 
     @torch.no_grad()
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> None:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Move the parameters; KernelError if nothing has changed, StepError if a launch failed within the step.
 
-        `factor` and `found_inf` are those of `Engine.step`. `scale` moves where there is anything to step and it lies
-        on this device.
+        `factor` and `found_inf` are those of `Engine.step`.
         """
         layout, *_in_use = self._lay_out()
         if not layout.order:
             return
         factor_at, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
-        scale = scale if scale is not None and scale.state.device == self._launcher.device else None
-        scale_at = (0, 0) if scale is None else (scale.state.data_ptr(), scale.rule.data_ptr())
         count, hyper, constants = len(layout.order), self._upload_numbers(), layout.constants.data_ptr()
         tables = [layout.tensors.data_ptr(), hyper.data_ptr(), skip, constants]
-        self._launcher.launch(kernels.prepare(self.rule), -(-count // THREADS), [*tables, *scale_at, count])
-        if scale is not None:
-            scale.moved = True
+        self._launcher.launch(kernels.prepare(self.rule), -(-count // THREADS), [*tables, count])
         arguments = [constants, factor_at, skip, 1.0 - (self.ema_decay or 0.0)]
         if self.rounding is not None:
             arguments.append(self.rounding.seed)

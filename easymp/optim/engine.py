@@ -39,7 +39,7 @@ from .torch_step import (
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
-    from ..cuda.rule import Rule, Scale
+    from ..cuda.rule import Rule
     from ..cuda.step import FusedStep, OverRanks
     from . import rule_optimizers, rules
 
@@ -341,13 +341,12 @@ class Engine:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
         """Move the parameters.
 
         Args:
             factor: float32, 0-dim: gradients are multiplied by it.
             found_inf: float32, 0-dim: above 0, nothing changes.
-            scale: moved by a step by our kernels, which notes that in it; torch's steps leave it.
 
         Returns:
             The result of the optimizer's own step; None where kernels have stepped.
@@ -363,7 +362,7 @@ class Engine:
             self._gather_if_started()
             step, numbers = self.kernels.step, (self._on_device(factor), self._on_device(found_inf))
             try:
-                return self._with_hooks(lambda: step(*numbers, scale))
+                return self._with_hooks(lambda: step(*numbers))
             except KernelError as error:
                 self.fall_back_to_torch(str(error))
         return self._plain() if plain else self._step_by_torch(factor, found_inf)

@@ -182,21 +182,19 @@ class PreparedOptimizer(WrappingOptimizer):
             return self.engine.averages.follow_step(parameters, lambda: scaler.step(self.optimizer, closure))
         if scaler.enabled and may_leave([self]):
             leave_to_step([self], float("inf"), scaler)
-        clip, found_inf, scale = turn.clip, veto, None
+        clip, found_inf = turn.clip, veto
         if clip is not None:
             clip.gradients()  # checks that they are those that were measured
         if scaler.enabled:
             found_inf = scaler.begin_step(self.optimizer)
-            if veto is None:
-                scale = scaler.scale_for_step(self.optimizer)  # a step that a part vetoes does not move the loss scale
-            else:
+            if veto is not None:  # which does not move the loss scale
                 found_inf = torch.maximum(found_inf, veto.to(found_inf.device))
         if veto is not None or not scaler.enabled:
             turn.skipped = found_inf
         if clip is None:
-            return self.engine.step(None, found_inf, scale)
+            return self.engine.step(None, found_inf)
         self.leave_clip(None)
-        return self.engine.step(clip.factor, found_inf, scale)
+        return self.engine.step(clip.factor, found_inf)
 
     @property
     def _low_precision(self) -> bool:

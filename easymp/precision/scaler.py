@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import cuda
 from ..base.accumulation import Phase, UpdateWindow
 from ..base.dtensor import local
 from ..base.pytree import map_leaves
@@ -25,24 +24,16 @@ from ..distributed import World
 from ..errors import SettingError, StepError
 from ..options import GradScalerKwargs
 
-if TYPE_CHECKING:
-    from ..cuda.rule import Scale
-
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
 GUARD = GradScalerKwargs(init_scale=1.0, dynamic=False)
-RULE = (  # as `cuda.rule` reads it
-    "growth_factor", "backoff_factor", "growth_interval", "growth_delay", "hysteresis", "refill_each_step",
-    "min_scale", "max_scale",
-)  # fmt: skip
 
 
 class ScaleTensors(NamedTuple):
     """The scale and its counters on a device."""
 
-    state: Tensor  # int32 [3], as `cuda.Scale` has it; the others are views of it
     scale: Tensor  # float32, 0-dim
-    growth_tracker: Tensor
-    hysteresis: Tensor
+    growth_tracker: Tensor  # int32: good steps since the scale moved
+    hysteresis: Tensor  # int32: overflows still forgiven, plus one
 
 
 class Scaler:
@@ -55,9 +46,6 @@ class Scaler:
         world: an overflow on one of its ranks counts on all.
         guard: only skip steps with gradients that are not finite: the scale is 1, and checkpoints leave it out.
         window: of a run: its next backward calls `update`; until then `get_scale` and `state_dict` foresee that.
-
-    Attributes:
-        sharers: optimizers that divide by this scale; only a single one may move it as it steps.
     """
 
     def __init__(
@@ -71,13 +59,11 @@ class Scaler:
         self.rule = GUARD if guard else rule or GradScalerKwargs()
         self.enabled = enabled or guard
         self.scales = enabled and not guard
-        self.sharers = 0
         self._world = world
         self._in_run = window is not None
         self._window = window or UpdateWindow()
         self._has_scaled = False  # whether a loss has been scaled since `update`
         self._tensors: ScaleTensors | None = None  # on the device of the first loss
-        self._rule_tensor: Tensor | None = None
         self._initial: tuple[float, int, int] = (self.rule.init_scale, 0, self.rule.hysteresis)
 
     def scale(self, outputs: Any) -> Any:
@@ -97,14 +83,9 @@ class Scaler:
 
     def _on(self, device: torch.device) -> ScaleTensors:
         if self._tensors is None:
-            scale, growth_tracker, hysteresis = self._initial
-            state = torch.empty(3, dtype=torch.int32, device=device)
-            self._tensors = ScaleTensors(
-                state,
-                scale=state[:1].view(torch.float32)[0].fill_(scale),
-                growth_tracker=state[1].fill_(growth_tracker),
-                hysteresis=state[2].fill_(hysteresis),
-            )
+            dtypes = (torch.float32, torch.int32, torch.int32)
+            tensors = (torch.full((), n, dtype=dtype, device=device) for n, dtype in zip(self._initial, dtypes))
+            self._tensors = ScaleTensors(*tensors)
         return self._tensors
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -113,7 +94,6 @@ class Scaler:
             return
         turn = self._window.turn(optimizer)
         turn.check(Phase.UNSCALED)
-        self._check_not_moved()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._check_scaled(bool(gradients))
         if self.scales and any(g.dtype == torch.float16 for g in gradients):
@@ -174,20 +154,7 @@ class Scaler:
         self._check_scaled(has_gradients)
         if self._tensors is None:
             raise StepError(NO_GRADIENTS)
-        self._check_not_moved()
         return self._tensors.scale
-
-    def _has_moved(self) -> bool:
-        """Whether a step has moved the scale, as `update` would."""
-        return any(turn.scale is not None and turn.scale.moved for turn in self._window.turns.values())
-
-    def _check_not_moved(self) -> None:
-        if self._has_moved():
-            raise StepError(
-                "the loss scale has moved with the step of the only prepared optimizer, and gradients of another one "
-                "are still multiplied by its old value: prepare() all optimizers before the first step, or step this "
-                "one before that one"
-            )
 
     def leave_to_steps(self, optimizers: Sequence[Optimizer], found_inf: Tensor | None) -> None:
         """Let the steps of `optimizers` divide by the scale; `found_inf` is that of their measured gradients."""
@@ -228,23 +195,6 @@ class Scaler:
         turn.skipped = turn.found_inf
         return turn.found_inf
 
-    def scale_for_step(self, optimizer: Optimizer) -> Scale | None:
-        """The scale, for `optimizer`'s step to move; None if another optimizer needs it, or the rule may raise."""
-        rule, tensors = self.rule, self._tensors
-        if tensors is None or self.sharers != 1 or not rule.dynamic or rule.raise_at_minimum:
-            return None
-        device = tensors.state.device
-        if device.type not in ("cpu", "cuda"):
-            return None
-        if sum(turn.phase is not Phase.ACCUMULATING for turn in self._window.turns.values()) != 1:
-            return None
-        if self._rule_tensor is None or self._rule_tensor.device != device:
-            numbers = [float(getattr(rule, name)) for name in RULE]
-            self._rule_tensor = cuda.upload(tuple(numbers), torch.float64, device)
-        scale: Scale = cuda.Scale(tensors.state, self._rule_tensor)
-        self._window.turn(optimizer).scale = scale
-        return scale
-
     def refuse_changes(self) -> str:
         """The error where gradients were changed while they were scaled."""
         return (
@@ -267,11 +217,9 @@ class Scaler:
             return
         if new_scale is not None and self._in_run:
             self.settle()
-        found_inf, has_moved = self._found_inf(), self._has_moved()
+        found_inf = self._found_inf()
         self._has_scaled = False
         self._window.begin()
-        if has_moved and self._tensors is not None:
-            torch.autograd.graph.increment_version(self._tensors.state)  # written to past autograd
         if new_scale is not None:
             if self._tensors is None:
                 self._initial = (float(new_scale), *self._initial[1:])
@@ -279,7 +227,7 @@ class Scaler:
                 self._tensors.scale.copy_(torch.as_tensor(new_scale).detach())
         elif found_inf is None:
             raise StepError("update() before any step(): no gradients have been looked at")
-        elif not has_moved:
+        else:
             self.advance(found_inf)
 
     def _found_inf(self) -> Tensor | None:
@@ -300,20 +248,21 @@ class Scaler:
     @contextmanager
     def _as_after_update(self) -> Iterator[None]:
         """Inside, scale and counters are as the next backward of a run will make them; afterwards as before."""
-        found_inf = self._found_inf() if self._in_run and self._has_stepped() and not self._has_moved() else None
+        found_inf = self._found_inf() if self._in_run and self._has_stepped() else None
         if found_inf is None or self._tensors is None:
             yield
             return
-        before = self._tensors.state.clone()
+        before = [tensor.clone() for tensor in self._tensors]
         try:
             self.advance(found_inf)
             yield
         finally:
-            self._tensors.state.copy_(before)
+            for tensor, value in zip(self._tensors, before):
+                tensor.copy_(value)
 
     def advance(self, found_inf: Tensor) -> None:
         """One step of the rule: `found_inf` is 0 after a good step and above 0 after an overflow."""
-        rule, (_, scale, growth_tracker, hysteresis) = self.rule, self._on(found_inf.device)
+        rule, (scale, growth_tracker, hysteresis) = self.rule, self._on(found_inf.device)
         found_inf = to_device(found_inf, scale.device)
         if not rule.dynamic:
             return
@@ -361,7 +310,7 @@ class Scaler:
         with self._as_after_update():
             _, growth_tracker, hysteresis = self._initial
             if self._tensors is not None:
-                _, growth_tracker, hysteresis = self._tensors.state.tolist()
+                growth_tracker, hysteresis = int(self._tensors.growth_tracker), int(self._tensors.hysteresis)
             scale = float(self.current_scale)
         rule = {name: getattr(self.rule, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
         return {"scale": scale, **rule, "_growth_tracker": growth_tracker, "hysteresis": hysteresis}
@@ -382,7 +331,7 @@ class Scaler:
         tensors, self._tensors = self._tensors, None
         self._window.begin()
         if tensors is not None:
-            self._on(tensors.state.device)
+            self._on(tensors.scale.device)
 
 
 def to_device(number: Tensor, device: torch.device) -> Tensor:

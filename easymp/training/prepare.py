@@ -358,7 +358,6 @@ class Preparation:
         self.stepped_by.update((id(p), prepared) for p in parameters)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
         self.optimizers.append(prepared)
-        self._scaler.sharers = len(self.optimizers)
         if settings.fused:
             self._why_not_fused[prepared] = why_not_fused
             self._note_steps()
