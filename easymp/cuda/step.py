@@ -25,7 +25,7 @@ from . import EMA
 from . import rule as kernels
 from .kernel import THREADS, Kernel, Row, Table, addresses, capturing, facts_of, lay_out, same_layout, supports, upload
 from .rounding import Rounding
-from .rule import GRADIENT, MOST, Group, Rule, Variant, complete, roles_of
+from .rule import GRADIENT, MOST, Rule, Variant, complete, roles_of
 
 if TYPE_CHECKING:
     from .cupy_launcher import CupyLauncher
@@ -70,14 +70,6 @@ class _Layout:
     gradient_facts: Any = None  # while both stay, so do the tables; None where they are not known
     state_facts: Any = None
     references: list[Callable[[], Tensor | None]] = field(default_factory=list)  # to the tensors of `_tensors`
-
-
-def _no_tensor() -> None:
-    """Stands for a weak reference to a tensor that does not exist."""
-
-
-def _same(tensors: Sequence[Any], references: Sequence[Callable[[], Tensor | None]]) -> bool:
-    return len(tensors) == len(references) and all(map(is_, tensors, [reference() for reference in references]))
 
 
 def _state_facts(groups: list[Any], tensors: Sequence[Any]) -> list[Any] | None:
@@ -206,14 +198,19 @@ class FusedStep:
         same_gradients = layout is not None and gradient_facts is not None and gradient_facts == layout.gradient_facts
         if layout is not None and same_gradients and measures:
             return layout, moved, []
-        groups = [self._group_facts(group) for group in self.optimizer.param_groups]
+        for param_group in self.optimizer.param_groups:
+            if (refusal := rule.refuse(param_group)) is not None:
+                raise KernelError(refusal)
+        # The address of each group's lr, and keys of its states.
+        groups = [(self._lr_at(group["lr"]), rule.states_of(group)) for group in self.optimizer.param_groups]
         keys = [*rule.single, *dict.fromkeys(key for _, states in groups for key in states)]
         if self.ema_decay is not None:
             keys.append(EMA)
         tensors = self._tensors(moved.parameters, keys)
-        if layout is not None and same_gradients and _same(tensors, layout.references):
-            state_facts = _state_facts(groups, tensors)
-            if state_facts is not None and state_facts == layout.state_facts:
+        if layout is not None and same_gradients:
+            last_tensors, state_facts = [reference() for reference in layout.references], _state_facts(groups, tensors)
+            same = len(tensors) == len(last_tensors) and all(map(is_, tensors, last_tensors))
+            if same and state_facts is not None and state_facts == layout.state_facts:
                 return layout, moved, []
         for parameter, gradient, group in zip(moved.parameters, moved.gradients, moved.groups):
             self._check(parameter, gradient, (*groups[group][1], EMA))
@@ -232,12 +229,21 @@ class FusedStep:
                 state.clear()
                 state.update(old_state)
             raise
-        layout = self._layout = self._tables(items)
-        rows = [item.row for same_variant in items.values() for item in same_variant]
+        ordered = [item for same_variant in items.values() for item in same_variant]
+        rows, device = [item.row for item in ordered], self._launcher.device
+        table = lay_out([[item.row for item in same_variant] for same_variant in items.values()], device)
+        layout = self._layout = _Layout(
+            order=[item.position for item in ordered],
+            variants=tuple(items),
+            table=table,
+            tensors=upload([number for item in ordered for number in item.numbers], torch.int64, device),
+            partials=torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device),
+            constants=torch.empty((len(ordered), MOST), dtype=torch.float32, device=device),
+        )
         if all(row.tensors[0] is moved.gradients[i] for i, row in zip(layout.order, rows)):
             tensors = self._tensors(moved.parameters, keys)
             layout.gradient_facts, layout.state_facts = gradient_facts, _state_facts(groups, tensors)
-            layout.references = [_no_tensor if tensor is None else ref(tensor) for tensor in tensors]
+            layout.references = [(lambda: None) if tensor is None else ref(tensor) for tensor in tensors]
         return layout, moved, rows
 
     def _find_gradients(self) -> _Moved:
@@ -253,12 +259,6 @@ class FusedStep:
                     moved.groups.append(index)
             first += len(group["params"])
         return moved._replace(gradients=parts(moved.gradients))
-
-    def _group_facts(self, group: Group) -> tuple[int, tuple[str, ...]]:
-        """The address of the lr of a param group, and keys of its states."""
-        if (refusal := self.rule.refuse(group)) is not None:
-            raise KernelError(refusal)
-        return self._lr_at(group["lr"]), self.rule.states_of(group)
 
     def _tensors(self, parameters: Sequence[Tensor], keys: Sequence[str]) -> list[Any]:
         """Of each parameter: itself, its low-precision copy, and its states under `keys`; None where there is none."""
@@ -307,16 +307,3 @@ class FusedStep:
         counter = local(state["step"] if rule.counts else self._counters[parameter])
         numbers = [moved.groups[i], counter.data_ptr(), lr_at]
         return Variant(states, dtypes, self.rounding is not None), _Item(i, row, numbers)
-
-    def _tables(self, items: dict[Variant, list[_Item]]) -> _Layout:
-        device = self._launcher.device
-        table = lay_out([[item.row for item in same_variant] for same_variant in items.values()], device)
-        ordered = [item for same_variant in items.values() for item in same_variant]
-        return _Layout(
-            order=[item.position for item in ordered],
-            variants=tuple(items),
-            table=table,
-            tensors=upload([number for item in ordered for number in item.numbers], torch.int64, device),
-            partials=torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device),
-            constants=torch.empty((len(ordered), MOST), dtype=torch.float32, device=device),
-        )

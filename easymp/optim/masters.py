@@ -309,8 +309,9 @@ class Averages:
         if self.decay is None:
             return step()
         holders = [(p, *self.holder(p)) for p in parameters]
-        # The state of a parameter that has none is torch's to begin.
-        first = {id(p): _first_average(p) for _, p, states in holders if EMA not in states.get(p, {})}
+        # The state of a parameter that has none is torch's to begin. An average in half precision would not move.
+        begun = [p for _, p, states in holders if EMA not in states.get(p, {})]
+        first = {id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in begun}
         result = step()
         # A closure may give some no gradient.
         moved = [(p, states) for parameter, p, states in holders if parameter.grad is not None]
@@ -327,8 +328,3 @@ class Averages:
             with torch.no_grad():
                 torch._foreach_lerp_(averages, weights, share)
         return result
-
-
-def _first_average(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
-    return value.to(torch.float32) if value.dtype in LOW else value.clone(memory_format=torch.preserve_format)

@@ -317,7 +317,9 @@ class RuleStep:
         targets |= {key: [local(state[key]) for state in states] for key in rule.states_of(group)}
         old = {name: [wide(tensor) for tensor in tensors] for name, tensors in targets.items()}
         names: dict[str, Any] = {**rule.numbers_of(group), **{name: Lists(tensors) for name, tensors in old.items()}}
-        names |= {"lr": group["lr"], "g": _gradients(batch, factor)}
+        grads: list[Any] = [p.grad for p in batch]
+        g = Lists([wide(local(grad.to_dense() if grad.is_sparse else grad)) for grad in grads])
+        names |= {"lr": group["lr"], "g": g if factor is None else g * factor.to(device)}
         if norm is not None:
             names["norm"] = norm.to(device)
         if isinstance(group["lr"], Tensor):
@@ -387,11 +389,6 @@ def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         batch.append(parameter)
     if batch:
         yield batch
-
-
-def _gradients(batch: Sequence[Any], factor: Tensor | None) -> Lists:
-    gradients = Lists([wide(local(p.grad.to_dense() if p.grad.is_sparse else p.grad)) for p in batch])
-    return gradients if factor is None else gradients * factor.to(batch[0].device)
 
 
 def largest_of(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -416,8 +416,13 @@ class ShardedOptimizer(WrappingOptimizer):
         self._update_twin()
         packed = self._twin.state_dict()
         states, parameters = self.state, parameters_of(self)
+
+        def on_host(value: Any) -> Any:
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            return whole.detach().to("cpu", copy=whole is value) if isinstance(value, Tensor) else value
+
         packed["state"] = {
-            i: map_leaves(_on_host, states[parameters[i]]) if isinstance(i, int) else state
+            i: map_leaves(on_host, states[parameters[i]]) if isinstance(i, int) else state
             for i, state in packed["state"].items()
         }
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -495,13 +500,6 @@ class _States(Mapping[Any, dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._optimizer._twin.state)
-
-
-def _on_host(value: Any) -> Any:
-    """A whole copy in host memory."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value.detach().cpu().clone()
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -79,7 +79,13 @@ class SyncBatchNorm(_BatchNorm):
                 f"batch-norm of {tuple(input.shape)}, one value a channel over all ranks: use larger batches"
             )
         if self.track_running_stats and count:
-            self._update_running(mean, squares / (count - 1))
+            assert self.num_batches_tracked is not None
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            self.num_batches_tracked.add_(1)
+            weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), weight)
+            self.running_var.lerp_((squares / (count - 1)).detach().to(self.running_var.dtype), weight)
         scale = torch.rsqrt(squares / max(count, 1) + self.eps)
         if self.affine:
             scale = scale * self.weight
@@ -87,15 +93,6 @@ class SyncBatchNorm(_BatchNorm):
         if self.affine:
             outputs = outputs + _per_channel(self.bias, values)
         return outputs.to(input.dtype)
-
-    @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for running, statistic in ((self.running_mean, mean), (self.running_var, variance)):
-            assert running is not None
-            running.lerp_(statistic.to(running.dtype), weight)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -49,7 +49,18 @@ class SequenceAttention(TorchFunctionMode):
     @contextmanager
     def over(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> Iterator[None]:
         """A context in which `buffers` are this rank's parts; they are whole again outside."""
-        check_sequences(buffers, dims, self._size)
+        if not buffers or len(buffers) != len(dims):
+            raise BatchError(f"context_parallel() got {len(buffers)} buffers and {len(dims)} dims: pass one for each")
+        lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims)}
+        if len(lengths) > 1 or max(lengths) % self._size:
+            raise BatchError(
+                f"context_parallel() got sequences of length {sorted(lengths)}: pad all to one length, a multiple of "
+                f"{self._size}"
+            )
+        if any(buffer.requires_grad or buffer._base is not None for buffer in buffers):
+            raise BatchError(
+                "context_parallel() changes buffers in place: pass plain tensors of the batch, no views or results"
+            )
         wholes = [buffer.data for buffer in buffers]
         self._attended = False
         try:
@@ -112,18 +123,3 @@ class SequenceAttention(TorchFunctionMode):
         with self._world.explained("attention over the parts of sequences"):
             received = collectives.all_to_all_single_autograd(parts, None, None, self._group)
             return torch.cat(received.unbind(), join)
-
-
-def check_sequences(buffers: Sequence[Tensor], dims: Sequence[int], size: int) -> None:
-    """Refuse tensors that cannot be split in place into equal parts of the same sequences."""
-    if not buffers or len(buffers) != len(dims):
-        raise BatchError(f"context_parallel() got {len(buffers)} buffers and {len(dims)} dims: pass one for each")
-    lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims)}
-    if len(lengths) > 1 or max(lengths) % size:
-        raise BatchError(
-            f"context_parallel() got sequences of length {sorted(lengths)}: pad all to one length, a multiple of {size}"
-        )
-    if any(buffer.requires_grad or buffer._base is not None for buffer in buffers):
-        raise BatchError(
-            "context_parallel() changes buffers in place: pass plain tensors of the batch, no views or results"
-        )

@@ -45,7 +45,11 @@ def materialise(
     """
     if model in LEFT:
         raise PrepareError(f"an earlier run left parts of this {type(model).__name__} to other ranks: build it anew")
-    holders = {id(m) for m in model.modules() if _reset_method(m) and not _own_tensors(m) and _all_meta(m)}
+    holders = set()
+    for module in model.modules():
+        tensors = [*module.parameters(), *module.buffers()]
+        if _reset_method(module) and not _own_tensors(module) and tensors and all(t.is_meta for t in tensors):
+            holders.add(id(module))
     for name, module in model.named_modules():
         _check(name, module, initialize, id(module) in holders)
     filled: dict[int, Tensor] = {}  # tensors with values; kept alive, so that an id means one tensor
@@ -83,11 +87,6 @@ def _reset_method(module: nn.Module) -> Callable[[], object] | None:
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
-
-
-def _all_meta(module: nn.Module) -> bool:
-    tensors = [*module.parameters(), *module.buffers()]
-    return bool(tensors) and all(t.is_meta for t in tensors)
 
 
 def _check(name: str, module: nn.Module, initialize: Initialize, is_holder: bool) -> None:
