@@ -27,7 +27,7 @@ from .model_state import OptimizerState
 from .run_state import numbered
 from .save import Saveable, per_rank
 from .storage import MemoryFile
-from .torch_files import unreadable, write
+from .torch_files import unreadable
 from .weights import stored_in_memory, without_wrappers
 
 logger = get_logger(__name__)
@@ -221,14 +221,3 @@ FILES = {
     "WEIGHTS_NAME": "pytorch_model.bin",
     "WEIGHTS_PATTERN_NAME": "pytorch_model{suffix}.bin",
 }
-
-
-def beside(models: list[Any], weights: list[dict[str, Any]], folder: str, main: bool) -> None:
-    """Save hook that writes the weights once more, under Accelerate's names. All ranks call it."""
-    for number, state in enumerate(weights):
-        tensors = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
-        if main:
-            write(
-                {name: t.detach() if isinstance(t, Tensor) else t for name, t in tensors.items()},
-                Path(folder, f"pytorch_model{f'_{number}' if number else ''}.bin"),
-            )

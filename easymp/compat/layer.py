@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -33,34 +32,16 @@ class Layer:
         self.ignored: dict[str, str] = {}  # option → why it has no effect, or what to do instead
         self.native: dict[str, str] = {}  # feature in use → lines of easymp that do the same
         self.refused_modules: dict[str, str] = {}  # module of the original → what to use instead
-        self._joined: dict[str, str] | None = None  # options ignored inside of `one_warning`
         LAYERS.append(self)
 
     def ignore(self, reasons: Mapping[str, str]) -> None:
-        """Note options without effect, with the reasons. A call with a new option warns of all that it names."""
-        new_options = reasons.keys() - self.ignored.keys()
+        """Note options without effect, with the reasons, and warn of all in one warning."""
+        if not reasons:
+            return
         self.ignored.update(reasons)
-        if self._joined is not None:
-            self._joined.update(reasons)
-        elif new_options:
-            self._warn(reasons, stacklevel=4)
-
-    @contextmanager
-    def one_warning(self) -> Iterator[None]:
-        """Join what is ignored inside into one warning at the end, which comes each time."""
-        joined: dict[str, str] = {}
-        self._joined = joined
-        try:
-            yield
-        finally:
-            self._joined = None
-        if joined:
-            self._warn(joined, stacklevel=5)
-
-    def _warn(self, reasons: Mapping[str, str], stacklevel: int) -> None:
         options = "; ".join(f"{option} ({reason})" for option, reason in reasons.items())
         text = f"{self.name}: without effect here: {options}. easymp.compat.explain() says more"
-        warnings.warn(text, EasympWarning, stacklevel=stacklevel)
+        warnings.warn(text, EasympWarning, stacklevel=3)
 
     def use(self, feature: str, lines: str) -> None:
         """Record that `feature` is used, and the `lines` that do the same in a script for easymp itself."""

@@ -58,7 +58,7 @@ OTHER_ATTRIBUTES = {
     ),
     **dict.fromkeys(
         ("on_local_main_process", "on_last_process", "on_process", "on_local_process", "is_last_process"),
-        f"compare process_index or local_process_index; {BY_LAYER}",
+        "compare process_index or local_process_index",
     ),
     "use_distributed": f"use num_processes > 1; {BY_LAYER}",
     "distributed_type": f"use device and plan.strategy; {BY_LAYER}",
@@ -67,7 +67,7 @@ OTHER_ATTRIBUTES = {
     "save_iteration": BY_LAYER,
     "state": f"use the Accelerator itself; {BY_LAYER}",
     "gradient_state": f"use sync_gradients and the prepared loader's `last`; {BY_LAYER}",
-    "trigger_sync_in_backward": BY_LAYER,
+    "trigger_sync_in_backward": "call the model outside of no_sync() in the micro-step whose gradients are averaged",
     **dict.fromkeys(
         (*LOADER_OPTIONS, "non_blocking", "use_stateful_dataloader"),
         f"keep the DataLoaderConfiguration that you pass as dataloader_config; {BY_LAYER}",

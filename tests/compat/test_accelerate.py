@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import math
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +25,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import easymp
-from easymp import EasympWarning, FSDPOptions, RefusedError, SettingError, StepError, WorldError
+from easymp import CheckpointError, EasympWarning, FSDPOptions, RefusedError, SettingError, StepError, WorldError
 from easymp.compat import accelerate, explain
 from easymp.compat.accelerate import Accelerator, PartialState
 
 utils = accelerate.utils
-DynamoBackend, InitProcessGroupKwargs = utils.DynamoBackend, utils.InitProcessGroupKwargs
+InitProcessGroupKwargs = utils.InitProcessGroupKwargs
 TorchDynamoPlugin, FSDPPlugin = utils.TorchDynamoPlugin, utils.FullyShardedDataParallelPlugin
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, (X.sum(1) > 0).long())
@@ -61,8 +61,7 @@ def test_what_scripts_import():
     assert list(accelerate.utils.tqdm([1, 2], disable=True)) == [1, 2]
     assert accelerate.__version__ == "1.15.0" and not isinstance(DATA, utils.DeepSpeedPlugin)
     assert not utils.is_deepspeed_available() and not utils.is_npu_available() and utils.is_pytest_available()
-    assert utils.is_torch_version(">=", "2.8") and not utils.compare_versions("2.10.0+cpu", "<", "2.9")
-    assert utils.compare_versions("2.10.0", "==", "2.10") and utils.compare_versions("2.0.1", ">", "2")
+    assert utils.is_torch_version(">=", "2.8") and not utils.is_torch_version("<", "2.8")
     for line, words in (
         ("from easymp.compat.accelerate import Acelerator", "did you mean 'Accelerator'"),
         ("from easymp.compat.accelerate.utils import infer_auto_device_map", r"strategy='fsdp'"),
@@ -71,14 +70,6 @@ def test_what_scripts_import():
     ):
         with pytest.raises(ImportError, match=words):
             exec(line)
-
-
-def test_variables():
-    with utils.patch_environment(easymp_words="yes"):
-        assert utils.parse_flag_from_env("EASYMP_WORDS") and os.environ["EASYMP_WORDS"] == "yes"
-    assert (utils.str_to_bool("on"), utils.str_to_bool("False")) == (1, 0)
-    with pytest.raises(ValueError, match="'perhaps' is neither yes nor no"):
-        utils.str_to_bool("perhaps")
 
 
 def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, tmp_path):
@@ -131,12 +122,11 @@ def test_plugins():
             FSDPPlugin(**given)
     with pytest.warns(EasympWarning, match="backward_prefetch"):
         FSDPPlugin(backward_prefetch="BACKWARD_PRE")
-    for off in (TorchDynamoPlugin(), TorchDynamoPlugin(DynamoBackend.INDUCTOR, disable=True)):
-        assert off.compile_options() is False
+    for off in (TorchDynamoPlugin(), TorchDynamoPlugin("inductor", disable=True)):
+        assert not off.compile_options()
     how = {"mode": "default", "dynamic": True, "use_regional_compilation": True}
-    compiling = TorchDynamoPlugin(DynamoBackend.AOT_EAGER, **how).compile_options()
+    compiling = TorchDynamoPlugin("AOT_EAGER", **how).compile_options()
     assert compiling == easymp.CompileOptions("blocks", "aot_eager", dynamic=True)
-    assert TorchDynamoPlugin(mode="default").to_kwargs() == {"mode": "default"}
 
 
 def test_a_state_without_an_accelerator():
@@ -258,7 +248,7 @@ def saved_alone(strategy, folder):
     try:
         trained()
         if acc.is_main_process:
-            acc.save_state(f"{folder}/alone", safe_serialization=False)
+            acc.save_state(f"{folder}/alone")
             acc.save_model(model, f"{folder}/model", safe_serialization=False)
         after = trained()
         acc.load_state(f"{folder}/alone")
@@ -287,8 +277,6 @@ def test_the_main_process_saves_alone(ranks, tmp_path, monkeypatch, strategy):
         assert second is True if strategy == "zero1" else isinstance(second, str)
         return
     assert first is second is True and os.listdir("model") == ["pytorch_model.bin"]
-    alone, model = (torch.load(f"{name}/pytorch_model.bin", weights_only=True) for name in ("alone", "model"))
-    assert all(torch.equal(value, model[name]) for name, value in alone.items())
 
 
 def test_automatic_names(tmp_path, monkeypatch):
@@ -296,13 +284,13 @@ def test_automatic_names(tmp_path, monkeypatch):
     project = utils.ProjectConfiguration(project_dir="named", automatic_checkpoint_naming=True, total_limit=2)
     with Accelerator(cpu=True, project_config=project) as acc:
         model = acc.prepare(nn.Linear(2, 1))
-        places = [Path(acc.save_state(safe_serialization=False)).name for _ in range(3)]
+        places = [Path(acc.save_state()).name for _ in range(3)]
         nn.init.zeros_(model.weight)
         acc.load_state()
         assert model.weight.abs().sum() > 0 and acc.save_iteration == 3
     with Accelerator(cpu=True, project_config=dataclasses.replace(project, iteration=2)) as acc:
         acc.prepare(nn.Linear(2, 1))
-        with pytest.raises(ValueError, match="checkpoint_2 exists already"):
+        with pytest.raises(CheckpointError, match="checkpoint_2 exists already"):
             acc.save_state()
     assert places == [f"checkpoint_{i}" for i in range(3)]
     kept = sorted(path.name for path in Path("named/checkpoints").glob("checkpoint*"))
@@ -323,10 +311,7 @@ def test_files_of_torch_save(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
         model = acc.prepare(Net())
         acc.save_model(model, tmp_path / "model", max_shard_size=100, safe_serialization=False)
-        again = Net()
-        nn.init.zeros_(again[0].weight)
-        utils.load_checkpoint_in_model(again, tmp_path / "model")
-        assert torch.equal(again[0].weight, acc.unwrap_model(model)[0].weight)
+        assert len(list((tmp_path / "model").glob("pytorch_model-*.bin"))) > 1
         acc.save_model(model, tmp_path / "model", safe_serialization=False)
         index = "pytorch_model.bin.index.json"
         assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["pytorch_model.bin", index]
@@ -370,22 +355,15 @@ def test_even_batches_may_be_set_between_loaders(ranks):
     assert ranks(lengths_of_uneven_loaders) == [(2, 2), (1, 2)]
 
 
-@pytest.mark.filterwarnings("ignore:Accelerate")
 def test_second_arguments_of_checkpoints_are_accelerates(tmp_path):
     with Accelerator(cpu=True) as acc:
         model = acc.prepare(nn.Linear(2, 1))
         assert Path(acc.save_state(tmp_path / "one", True), "COMMIT").exists()  # and not in the background
         nn.init.zeros_(model.weight)
-        acc.load_state(tmp_path / "one", None)
+        acc.load_state(tmp_path / "one")
         assert model.weight.abs().sum() > 0
-        acc.save_state(tmp_path / "two", False)
-        weights = torch.load(tmp_path / "two" / "pytorch_model.bin", weights_only=True)
-        assert torch.equal(weights["weight"], model.weight)
-        acc.load_state(tmp_path / "two", map_location="cpu")
-        with pytest.raises(ValueError, match="no such folder"):
-            acc.load_state(tmp_path / "three")
-        with pytest.raises(RefusedError, match="load_kwargs"):
-            acc.load_state(tmp_path / "one", {"weights_only": True})
+        with pytest.raises(RefusedError, match="safe_serialization"):
+            acc.save_state(tmp_path / "two", False)
 
 
 def test_what_prepare_takes():
@@ -400,8 +378,6 @@ def test_what_prepare_takes():
         acc.backward(acc.prepare(model)(torch.ones(1, 2)).sum())
         optimizer.step()
         assert acc._optimizers == [optimizer] and model.bias.grad == 1
-        with pytest.raises(ValueError, match="Item at index 0"):
-            acc.register_for_checkpointing(torch.ones(1), optimizer)
         with pytest.raises(ValueError, match="device_placement has 1 values for 2"):
             acc.prepare(1, 2, device_placement=[True])
 
@@ -448,23 +424,6 @@ def test_trackers_of_the_script_get_what_was_given(tmp_path, monkeypatch):
         tracker = acc.get_tracker("kept")
         assert isinstance(tracker, Kept) and tracker.made == ("digits", "runs", {})
     assert tracker.calls == [{"lr": 0.1}, (logged, 3, {"commit": True}), (nested, None, {})]
-    with pytest.raises(NotImplementedError, match="no name and no requires_logging_directory"):
-        type("Bare", (accelerate.tracking.GeneralTracker,), {"tracker": None})()
-
-
-def test_trackers_that_the_script_makes(tmp_path):
-    kinds = accelerate.tracking
-    assert kinds.WandBTracker("digits", tags=["a"]).run_name == "digits"
-    with utils.patch_environment(MLFLOW_NESTED_RUN="no"):
-        assert kinds.MLflowTracker("digits", tmp_path, nested_run=True).nested_run is False
-    if utils.is_tensorboard_available():
-        tracker = kinds.TensorBoardTracker("digits", logging_dir=tmp_path)
-        assert not accelerate.state.is_initialized()
-        with Accelerator(cpu=True, log_with=tracker) as acc:
-            acc.init_trackers("another", {"lr": 0.1})
-            acc.log({"loss": 0.5}, step=1)
-            assert acc.get_tracker("tensorboard") is tracker
-        assert list((tmp_path / "digits").glob("events.*"))
 
 
 def evaluated():
@@ -478,7 +437,7 @@ def evaluated():
     (loader,) = (acc.prepare(DataLoader(TensorDataset(torch.arange(21.0)), batch_size=4)),)
     losses = torch.cat([acc.gather_for_metrics(x.mean().repeat(4)) for (x,) in loader])
     logger = accelerate.logging.get_logger("easymp.tests.accelerate")
-    logger.info("%s", acc.state, main_process_only=False, in_order=True)
+    logger.info("%s", acc.state, main_process_only=False)
     facts = len(losses), losses.mean().item(), acc.distributed_type.value, acc.plan.strategy.value
     acc.end_training()
     if acc.num_processes > 1:
@@ -514,16 +473,15 @@ def clipped(precision):
             with acc.accumulate(model):
                 acc.backward(model(torch.full((1, 1), x * (acc.process_index + 1))).sum())
                 norms.append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
-                if not acc.sync_gradients:
-                    acc.clip_grad_value_(model.parameters(), 0.25)
                 optimizer.step()
         return norms, model.weight.item()
 
 
 def test_a_clip_on_each_micro_step_clips_what_its_rank_has_so_far(ranks):
-    assert clipped("no") == ([1.0, 2.25], pytest.approx(-0.5))
+    assert clipped("no") == ([1.0, pytest.approx(2.5)], pytest.approx(-0.5))
     first, second = ranks(clipped, "no")
-    assert first[0] == [1.0, 3.25] and second[0] == [2.0, 3.25] and first[1] == second[1] == pytest.approx(-0.5)
+    assert (first[0], second[0]) == (pytest.approx([1.0, 3.5]), pytest.approx([2.0, 3.5]))
+    assert first[1] == second[1] == pytest.approx(-0.5)
     with pytest.raises(StepError, match=r"if accelerator\.sync_gradients"):
         clipped("fp16")
 
@@ -665,32 +623,24 @@ def test_the_last_batches_are_split_as_accelerate_splits_them(ranks):
 
 
 def backward_after_no_sync():
-    """Several losses, all computed under `no_sync`, and only the last of their gradients averaged."""
+    """A backward of a loss from under `no_sync`, and one past the prepared model."""
     with Accelerator(cpu=True) as acc:
-        model = acc.prepare(nn.Linear(1, 1, bias=False))
+        model, messages = acc.prepare(nn.Linear(1, 1, bias=False)), []
         with acc.no_sync(model):
-            losses = [model(torch.ones(1, 1) * (acc.process_index + 1)).sum() for _ in range(2)]
-        acc.backward(losses[0])
-        before = model.weight.grad.item()
-        with acc.trigger_sync_in_backward(model):
-            acc.backward(losses[1])
-        after = model.weight.grad.item()
-        model.zero_grad()
-        acc.backward(model(torch.ones(1, 1) * acc.process_index).sum())
-        with pytest.raises(StepError, match="no rank averages"):
-            acc.backward(acc.unwrap_model(model)(torch.ones(1, 1)).sum())  # past the prepared model
-        return before, after
+            loss = model(torch.ones(1, 1)).sum()
+        for apart in loss, acc.unwrap_model(model)(torch.ones(1, 1)).sum():
+            with pytest.raises(StepError) as raised:
+                acc.backward(apart)
+            messages.append(str(raised.value))
+        return messages
 
 
-def test_a_loss_of_no_sync_stays_on_its_rank_until_its_backward_is_told_to_sync(ranks):
-    assert ranks(backward_after_no_sync) == [(1.0, 3.0), (2.0, 3.0)]
+def test_a_loss_that_no_rank_averages_is_refused(ranks):
+    for messages in ranks(backward_after_no_sync):
+        assert all("no rank averages" in message for message in messages), messages
 
 
-def test_what_libraries_and_variables_ask(monkeypatch, tmp_path):
-    loader = accelerate.data_loader.prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
-    assert [batch.tolist() for batch in loader] == [[2, 3], [6, 7]]
-    with pytest.raises(ValueError, match="requires a `logging_dir`"):
-        Accelerator(cpu=True, log_with="tensorboard")
+def test_what_libraries_ask():
     with Accelerator(cpu=True) as acc:
         one = acc.prepare(DataLoader(range(4)))
         again = pickle.loads(pickle.dumps(acc))
@@ -705,35 +655,19 @@ def test_what_libraries_and_variables_ask(monkeypatch, tmp_path):
     assert gone() is None  # at once, without garbage collection
     PartialState._reset_state()
     assert PartialState._shared_state == {}
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
-    assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager"}
-    with Accelerator(cpu=True) as acc:
+    with Accelerator(cpu=True, dynamo_backend="EAGER") as acc:
         assert acc.plan.settings.compile.backend == "eager"
 
 
-def test_weights_on_one_device(tmp_path, caplog):
-    path, model = str(tmp_path / "w.pt"), Net()
-    torch.save({**model.state_dict(), "more": torch.ones(1)}, path)
-    other = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    accelerate.load_checkpoint_in_model(other, path, device_map={"": "cpu"}, dtype=torch.float64)
-    assert "were not used when" in caplog.text and other[0].weight.dtype == torch.float64
-    assert torch.equal(other[0].weight.float(), model[0].weight)
-    parts = {"a.bin": ["0.weight", "0.bias"], "b.bin": ["2.weight", "2.bias"]}
-    for file, names in parts.items():
-        torch.save({name: model.state_dict()[name] for name in names}, tmp_path / file)
-    index = tmp_path / "weights.index.json"
-    index.write_text(json.dumps({name: file for file, names in parts.items() for name in names}))
-    for place in index, tmp_path:
-        nn.init.zeros_(other[0].weight)
-        accelerate.load_checkpoint_in_model(other, place)
-        assert torch.equal(other[0].weight.float(), model[0].weight)
+def test_weights_on_one_device():
+    other = Net()
     utils.set_module_tensor_to_device(other, "0.weight", "meta")
-    for value, words in (torch.ones(2, 2), "this looks incorrect"), (None, "has no values: pass value="):
-        with pytest.raises(ValueError, match=words):
+    for value, words in (torch.ones(2, 2), "has shape (8, 4)"), (None, "has no values: pass value="):
+        with pytest.raises(ValueError, match=re.escape(words)):
             utils.set_module_tensor_to_device(other, "0.weight", "cpu", value=value)
+    utils.set_module_tensor_to_device(other, "0.weight", "cpu", value=torch.ones(8, 4))
+    assert other[0].weight.sum() == 32 and other[0].weight.requires_grad
     assert utils.convert_file_size_to_int("0MB") == 0 and utils.convert_file_size_to_int("1MiB") == 2**20
-    with pytest.raises(TypeError, match="joins nested tensors only"):
-        utils.concatenate([{"name": "a"}, {"name": "b"}])
 
 
 def test_what_would_be_read_as_another_thing_is_a_type_error():

@@ -9,6 +9,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 from easymp import CheckpointError, RefusedError, SettingError, StepError
 from easymp.compat import deepspeed, explain
 from easymp.compat.deepspeed import utils
+from easymp.compat.deepspeed.engine import REFUSED
 
 BATCH = {"train_batch_size": 4}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -64,11 +66,8 @@ def by_hand():
     return [p.detach() for p in net.parameters()], norms
 
 
-def trained(stage, precision, own_backward):
-    """The program of the examples, where `own` with a backward of its own.
-
-    Parameters, norms, and what the engine says of itself.
-    """
+def trained(stage, precision):
+    """The program of the examples: parameters, norms, and what the engine says of itself."""
     config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, **precision}
     config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01}}
     x, y = data()
@@ -77,10 +76,7 @@ def trained(stage, precision, own_backward):
         for step in range(12):
             rows = slice(begin := 8 * (step % 6) + engine.global_rank * micro, begin + micro)
             loss = cross_entropy(engine(x[rows]).float(), y[rows])
-            if own_backward:
-                engine.scale(loss).backward()
-            else:
-                assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
+            assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
             assert engine.is_gradient_accumulation_boundary() == bool(step % 2)
             engine.step()
             if step % 2:
@@ -92,15 +88,12 @@ def trained(stage, precision, own_backward):
 
 
 @pytest.mark.parametrize(
-    ("processes", "stage", "precision", "own_backward"),
-    [
-        (1, 0, {}, False), (1, 0, FP16, False), (1, 0, BF16, False), (2, 1, FP16, False), (2, 1, BF16, False),
-        (2, 1, HALF, True), (2, 3, {}, True),
-    ],
-)  # fmt: skip
-def test_it_trains_as_plain_torch(ranks, processes, stage, precision, own_backward):
+    ("processes", "stage", "precision"),
+    [(1, 0, {}), (1, 0, FP16), (1, 0, BF16), (2, 1, FP16), (2, 1, BF16), (2, 3, {})],
+)
+def test_it_trains_as_plain_torch(ranks, processes, stage, precision):
     expected, norms = by_hand()
-    case = stage, precision, own_backward
+    case = stage, precision
     for parameters, rank_norms, strategy in [trained(*case)] if processes == 1 else ranks(trained, *case):
         assert rank_norms == pytest.approx(norms, rel=0.1 if precision else 1e-4)
         assert strategy == ("single" if processes == 1 else ["ddp", "zero1", "zero1", "fsdp"][stage])
@@ -155,49 +148,6 @@ def test_up_to_stage_2_scripts_read_whole_parameters_and_averaged_gradients(rank
     if stage < 3:
         expected = [float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()]
         assert type_names == {"Tensor"} and norms == pytest.approx(expected, rel=1e-2 if precision else 1e-5)
-
-
-def after_its_own_backward(stage, precision):
-    """Two backwards of the script's own in each micro-batch: whole gradients, and the weights that follow."""
-    config = {
-        **precision,
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": stage},
-    }
-    x, y = data()
-    with started({**config, "optimizer": SGD, "gradient_clipping": 0}) as engine:
-        scale, samples = engine.optimizer.cur_scale, engine.train_micro_batch_size_per_gpu()
-        for begin in range(engine.global_rank * samples, 16, 8):
-            rows = slice(begin, begin + samples)
-            outputs = engine(x[rows]).float()
-            engine.scale(cross_entropy(outputs, y[rows])).backward(retain_graph=True)
-            engine.scale(outputs.square().mean()).backward()
-            grads = [p.grad for p in engine.parameters()]
-            assert stage < 2 or grads == [None] * 4
-            if not engine.is_gradient_accumulation_boundary():
-                engine.step()
-        gradients = [(safe_get_full_grad(p) / scale).tolist() for p in engine.parameters()]
-        assert stage > 1 or precision or gradients == [g.tolist() for g in grads]
-        engine.step()
-        assert [safe_get_full_grad(p) for p in engine.parameters()] == [None] * 4
-        return gradients, [safe_get_full_fp32_param(p).tolist() for p in engine.parameters()]
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, {}), (1, {}), (1, HALF), (2, {}), (2, HALF), (3, {})])
-def test_its_own_backward_averages_gradients_and_from_stage_2_on_leaves_none(ranks, stage, precision):
-    net, (x, y) = model(), data()
-    for rows in slice(0, 8), slice(8, 16):
-        outputs = net(x[rows])
-        ((cross_entropy(outputs, y[rows]) + outputs.square().mean()) / 2).backward()
-    tolerance = {"rtol": 2e-2, "atol": 2e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
-    for gradients, weights in [
-        *ranks(after_its_own_backward, stage, precision),
-        after_its_own_backward(stage, precision),
-    ]:
-        for parameter, gradient, weight in zip(net.parameters(), gradients, weights, strict=True):
-            torch.testing.assert_close(torch.tensor(gradient), parameter.grad, **tolerance)
-            torch.testing.assert_close(torch.tensor(weight), (parameter - 0.1 * parameter.grad).detach(), **tolerance)
 
 
 def saved_as_deepspeed_chat_saves(folder):
@@ -360,31 +310,7 @@ def test_a_language_model_trains_as_plain_torch(ranks, stage):
             torch.testing.assert_close(torch.tensor(state[name]), parameter.detach(), rtol=0, atol=2e-6)
 
 
-class Parts(nn.Module):
-    """Outputs that come from one operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Parameter(torch.ones(4))
-
-    def forward(self):
-        return self.weights.chunk(2)
-
-
-def test_outputs_without_use_and_a_scale_that_is_left_out_in_a_backward_of_the_scripts_own():
-    config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0}
-    with started({**config, "optimizer": SGD}, model=Parts()) as engine:
-        for _ in range(2):
-            engine()[0].sum().backward()
-            engine.step()
-        assert engine.module.weights.tolist() == pytest.approx([0.9, 0.9, 1.0, 1.0])
-    with started({**BATCH, **HALF, "optimizer": SGD}) as engine:
-        engine(torch.ones(4, 8)).float().sum().backward()
-        with pytest.raises(StepError, match=r"engine\.scale"):
-            engine.step()
-
-
-def test_batch_sizes_change_and_checkpoints_are_saved_between_micro_batches(tmp_path):
+def test_checkpoints_are_saved_between_micro_batches(tmp_path):
     with started({"train_batch_size": 4, "gradient_accumulation_steps": 2, "optimizer": SGD}) as engine:
 
         def boundaries(n):
@@ -400,12 +326,6 @@ def test_batch_sizes_change_and_checkpoints_are_saved_between_micro_batches(tmp_
         assert engine.load_checkpoint(tmp_path)[1] == {"epoch": 1} and engine.global_steps == 1
         assert list(boundaries(2)) == [False, True]
         assert all(torch.equal(a, b) for a, b in zip(after, engine.module.parameters(), strict=True))
-        engine.set_train_batch_size(6)
-        assert engine.get_batch_info() == (6, 2, 3)
-        assert list(boundaries(3)) == [False, False, True]
-        assert (engine.global_steps, engine.global_samples) == (3, 14)
-        with pytest.raises(ValueError, match="train_batch_size=5 is not 2 × 1 × n"):
-            engine.set_train_batch_size(5)
 
 
 GOLDEN = {
@@ -465,19 +385,12 @@ def test_inputs_are_cast_and_steps_that_are_not_finite_are_skipped():
 
 def test_calls_in_a_wrong_order():
     with started({**BATCH, "optimizer": SGD}) as engine:
-        with pytest.raises(StepError, match=r"step\(\) before a backward"):
+        engine(torch.ones(4, 8)).sum().backward()
+        with pytest.raises(StepError, match=r"step\(\) before a backward: call engine\.backward"):
             engine.step()
-        for parameter in engine.parameters():
-            parameter.grad = torch.full_like(parameter, 0.5)
-        engine.step()
-        assert (engine.global_steps, engine.skipped_steps) == (1, 0)
-        for error in (StepError, AssertionError):
-            with pytest.raises(error, match="inside no_sync context manager"), engine.no_sync():
-                engine.step()
-        with pytest.raises(AssertionError, match="reentry"), engine.no_sync(), engine.no_sync():
-            pass
-        with pytest.raises(RefusedError, match="call step"):
-            engine.set_gradient_accumulation_boundary(True)
+        for name, words in REFUSED.items():
+            with pytest.raises(AttributeError, match=re.escape(words)):
+                getattr(engine, name)
         assert engine.train().training
         assert not engine.eval().training
         with torch.no_grad():
@@ -492,14 +405,13 @@ def test_what_the_engine_says_of_itself():
     adam = {"type": "AdamW", "params": {"lr": 0.5}}
     config = {**BATCH, "zero_optimization": {"stage": 2}, "gradient_clipping": 0.1, "optimizer": adam}
     with started(config) as engine:
-        assert engine.get_batch_info() == (4, 4, 1)
+        assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (4, 1)
         assert (engine.zero_optimization_stage(), engine.gradient_clipping()) == (2, 0.1)
         assert (engine.get_lr(), engine.get_mom()) == ([0.5], [(0.9, 0.999)])
         assert engine.get_global_grad_norm() is None
         assert (engine.local_rank, engine.world_size) == (0, 1)
         assert engine.steps_per_print() == 0 and engine.device == engine.accelerator.device
         assert list(engine.module_state_dict()) == list(engine.module.state_dict())
-        assert not engine.fp16_auto_cast() and engine.zero_optimization_partition_gradients()
         assert (engine.optimizer_name(), engine.optimizer_params()) == ("AdamW", {"lr": 0.5})
         with pytest.raises(AttributeError, match="nothing"):
             engine.nothing  # noqa: B018
@@ -522,7 +434,6 @@ def test_what_the_engine_says_of_itself():
 def test_optimizers_by_name(name, params, kind, options):
     with started({**BATCH, "optimizer": {"type": name, "params": params}}) as engine:
         optimizer = engine.optimizer.given
-        assert isinstance(engine.optimizer, type(optimizer))
         assert type(optimizer).__name__ == kind
         assert {option: optimizer.param_groups[0][option] for option in options} == options
 
@@ -597,10 +508,7 @@ def saved_and_loaded(folder, stage):
         later_losses, rate = train(engine, range(3, 6)), engine.get_lr()
         engine.save_checkpoint(folder, tag="other", save_latest=False)
         assert engine.save_checkpoint(folder, tag=0, save_latest=False)
-    if stage:
-        checking = {**config, "checkpoint": {"tag_validation": "Fail"}}
-        with started(checking) as engine, pytest.raises(AssertionError, match="differs between ranks: a0, a1"):
-            engine.save_checkpoint(folder, tag=f"a{engine.global_rank}")
+        engine.save_checkpoint(folder, tag=f"of rank {engine.global_rank}", save_latest=False)
     with started(config) as engine:
         path, client = engine.load_checkpoint(folder)
         facts = os.path.basename(path), client, engine.global_steps
@@ -636,7 +544,7 @@ def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
     results = ranks(saved_and_loaded, *arguments) if processes > 1 else [saved_and_loaded(*arguments)]
     assert results == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
     assert (tmp_path / "latest").read_text() == "global_step3"
-    assert (tmp_path / "0").is_dir() and (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "0").is_dir() and (tmp_path / "of rank 0").is_dir() and (tmp_path / "model.safetensors").exists()
 
 
 def test_checkpoints_behind_a_url():
@@ -706,7 +614,7 @@ def test_activations_are_computed_again(tmp_path):
 def test_its_own_optimizers_and_small_modules():
     p, ops = nn.Parameter(torch.ones(2)), deepspeed.ops
     optimizer = ops.adam.FusedAdam([p], lr=0.1)
-    assert isinstance(optimizer, torch.optim.AdamW) and isinstance(optimizer, ops.adam.FusedAdam)
+    assert isinstance(optimizer, torch.optim.AdamW)
     assert type(ops.adam.DeepSpeedCPUAdam([p], adamw_mode=False)) is torch.optim.Adam
     assert ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
     assert deepspeed.runtime.lr_schedules.WarmupLR is deepspeed.WarmupLR

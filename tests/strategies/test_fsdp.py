@@ -44,9 +44,9 @@ def test_options_change_no_number(ranks, options: Any, steps: int, clip: float |
 
 
 def by_hand(strategy: str) -> list[list[torch.Tensor]]:
-    """Gradients after three ways to say when they are averaged."""
+    """Gradients after two ways to say when they are averaged."""
     gradients = []
-    for mode in ("no_sync", "trigger", "each"):
+    for mode in ("no_sync", "each"):
         plugin = GradientAccumulationPlugin(3, sync_each_batch=True) if mode == "each" else None
         options = {"ignore": "blocks.0"} if (mode, strategy) == ("each", "fsdp") else None
         with under(strategy, options, gradient_accumulation_plugin=plugin, kind=Accelerator) as acc:
@@ -60,16 +60,10 @@ def by_hand(strategy: str) -> list[list[torch.Tensor]]:
                         backward()
                     backward()
                 backward()
-            elif mode == "each":  # what is averaged stays averaged
+            else:  # what is averaged stays averaged
                 for _ in range(3):
                     with acc.accumulate(model):
                         backward()
-            else:
-                with acc.no_sync(model):
-                    backward()
-                    loss = mean_square(model(x))
-                    with acc.trigger_sync_in_backward(model):
-                        acc.backward(loss)
             acc.clip_grad_value_(model.parameters(), 0.01)
             gradients.append([whole(p.grad) for p in model.parameters()])
     return gradients

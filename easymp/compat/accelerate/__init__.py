@@ -12,6 +12,7 @@ from typing import Any
 
 from ...data import skip_first_batches
 from ...launcher.entrypoints import debug_launcher, notebook_launcher
+from ...logging import get_logger
 from ...optim import PreparedOptimizer
 from ...strategies.local_sgd import LocalSGD
 from ...trackers.logbook import on_main_process
@@ -28,9 +29,8 @@ __version__ = VERSION  # for scripts that ask
 NAMES: dict[str, Any] = {
     **utils.NAMES,
     **by_name(AcceleratedScheduler, Accelerator, AcceleratorState, GradientState, LocalSGD, PartialState),
-    **by_name(plugins.GeneralTracker, plugins.MLflowTracker, plugins.TensorBoardTracker, plugins.WandBTracker),
-    **by_name(plugins.get_available_trackers, on_main_process, debug_launcher, notebook_launcher),
-    **by_name(loaders.SeedableRandomSampler, loaders.prepare_data_loader, skip_first_batches),
+    **by_name(plugins.GeneralTracker, on_main_process, debug_launcher, notebook_launcher),
+    **by_name(loaders.SeedableRandomSampler, skip_first_batches),
     "AcceleratedOptimizer": PreparedOptimizer,
     "DataLoaderDispatcher": loaders.AcceleratedLoader,
     "DataLoaderShard": loaders.AcceleratedLoader,
@@ -40,10 +40,12 @@ _MODULES = (
     "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config "
     "scheduler state tracking"
 )
-_LOGGING = by_name(plugins.MultiProcessAdapter, plugins.get_logger)
 submodules(
     __name__,
-    {**{module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()}, "logging": _LOGGING},
+    {
+        **{module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
+        "logging": by_name(get_logger, absent=INSTEAD),
+    },
     layer,
     "accelerate",
 )
@@ -51,8 +53,8 @@ _PUBLIC = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
     "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
     "InitProcessGroupKwargs LocalSGD ParallelismConfig PartialState ProfileKwargs debug_launcher "
-    "find_executable_batch_size init_empty_weights is_rich_available load_checkpoint_in_model notebook_launcher "
-    "skip_first_batches synchronize_rng_states"
+    "find_executable_batch_size init_empty_weights is_rich_available notebook_launcher "
+    "skip_first_batches"
 )
 globals().update({name: NAMES[name] for name in _PUBLIC.split()})
 __all__ = [*_PUBLIC.split(), *_MODULES.split(), "install", "logging", "utils"]

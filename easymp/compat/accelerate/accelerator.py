@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ... import accelerator, profiling
-from ...base.pytree import leaves
-from ...checkpoint import accelerate, folders, huggingface, torch_files
+from ...base.pytree import leaves, recursively_apply
+from ...checkpoint import folders, huggingface, torch_files
 from ...checkpoint.api import Path
-from ...checkpoint.load import Loaded
 from ...checkpoint.ranks import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import check_backend, read_ranks
@@ -44,7 +42,6 @@ from ...options import (
 )
 from ...protocols import Source
 from ...settings import as_record, read_record, resolve
-from ...strategies.ddp import Replica
 from ...trackers import TRACKERS
 from ...trackers.logbook import SILENT
 from ...training.collectives import gather_object
@@ -62,10 +59,9 @@ from .processes import (
     InitProcessGroupKwargs,
     handlers_by_class,
 )
-from .utils import ConvertOutputsToFp32, extract_model_from_parallel
+from .utils import extract_model_from_parallel
 
 logger = get_logger(__name__)
-EXISTS = "exists already: set ProjectConfiguration(iteration=…) to the next number"
 ALONE = "a parameter of no prepared model"
 PREPARED_TYPES = (nn.Module, Optimizer, DataLoader, SkippedLoader, LRScheduler, PreparedScheduler, type(None))
 NATIVE = """
@@ -74,19 +70,17 @@ acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, log_with
 """
 
 
+def to_fp32(tensor: Tensor) -> Tensor:
+    """A half-precision tensor in fp32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 class AcceleratedScheduler(PreparedScheduler):
     """Scheduler by Accelerate's rule: a call at a window's end steps once a process, unless the update was skipped."""
 
-    def __init__(
-        self,
-        scheduler: Any,
-        optimizers: Sequence[Any],
-        step_with_optimizer: bool = True,
-        split_batches: bool = False,
-        steps: int = 1,
-    ) -> None:
+    def __init__(self, scheduler: Any, optimizers: Sequence[Any], with_optimizer: bool = True, steps: int = 1) -> None:
         super().__init__(scheduler, optimizers)
-        self._with_optimizer, self._steps, self._split_batches = step_with_optimizer, steps, split_batches
+        self._with_optimizer, self._steps = with_optimizer, steps
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule."""
@@ -98,7 +92,7 @@ class AcceleratedScheduler(PreparedScheduler):
         skipped = any(optimizer.step_was_skipped for optimizer in self.optimizers)
         if not GradientState().sync_gradients or skipped:
             return
-        total = None if self._split_batches else getattr(self.scheduler, "total_steps", None)
+        total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._steps):
             if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
@@ -150,6 +144,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             "deepspeed_plugins": deepspeed_plugins,
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
+            "rng_types": rng_types,
             "torch_tp_plugin": torch_tp_plugin,
         }.items():
             if value is not None:
@@ -157,7 +152,6 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         handlers = handlers_by_class(kwargs_handlers)
         group = handlers.get(InitProcessGroupKwargs)
         self._profiling = handlers.get(ProfileKwargs)
-        steps_per_process = options.pop("scheduler_steps_per_process", None)
         settings = resolve(
             options.pop("settings", None),
             dataloader_config=dataloader_config,
@@ -167,8 +161,10 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             timeout=options.pop("timeout", None if group is None else group.seconds),
             **{name: options.pop(name) for name in options.keys() & SETTING_REMEDIES.keys()},
         )
-        on_cpu = cpu or settings.cpu or not torch.accelerator.is_available()
-        if on_cpu and settings.source("fused")[0] is Source.DEFAULT:
+        device = None if cpu or settings.cpu else torch.accelerator.current_accelerator(check_available=True)
+        if group is not None:
+            check_backend(group.backend, device or torch.device("cpu"))
+        if device is None and settings.source("fused")[0] is Source.DEFAULT:
             # torch's fused steps on CPUs round otherwise than the optimizers that Accelerate leaves as they are.
             settings = resolve(settings, fused=False)
         loading = read_record(
@@ -178,52 +174,27 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             loading = dataclasses.replace(loading, split_batches=split_batches)
         if sum(argument is not None for argument in (dynamo_plugin, dynamo_backend, options.get("compile"))) > 1:
             raise SettingError("dynamo_plugin, dynamo_backend and compile ask for torch.compile: pass one of them")
-        if "compile" not in options:
-            plugin = dynamo_plugin or TorchDynamoPlugin(
-                **({} if dynamo_backend is None else {"backend": dynamo_backend})
-            )
-            options["compile"] = plugin.compile_options() if dynamo_plugin or plugin.backend else None
+        plugin = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
+        options.setdefault("compile", plugin.compile_options())
         of_ddp = handlers.get(DistributedDataParallelKwargs)
         if fsdp_plugin is not None and read_ranks().size > 1:
             self._fsdp_plugin = fsdp_plugin
             options["strategy"], options["strategy_options"] = fsdp_plugin.strategy, fsdp_plugin.options
             options["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
-            if fsdp_plugin.options is not None and of_ddp is not None:
-                layer.ignore({"DistributedDataParallelKwargs": f"strategy {fsdp_plugin.strategy} has no DDP"})
-                of_ddp = None
-        if of_ddp is not None:
-            if options.get("strategy_options") is not None:
-                raise SettingError("both strategy_options and kwargs_handlers have options of DDP: pass one of them")
+        if of_ddp is not None and options.get("strategy_options") is not None:
+            layer.ignore({"DistributedDataParallelKwargs": "strategy_options say what the strategy does"})
+        elif of_ddp is not None:
             options["strategy_options"] = of_ddp
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
-            if project.project_dir not in (None, os.fspath(project_dir)):
-                raise SettingError(
-                    f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of "
-                    "them"
-                )
             project.set_directories(project_dir)
-        names = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-        if "tensorboard" in names and not (project.logging_dir or settings.project_dir):
-            raise SettingError(
-                "Logging with `tensorboard` requires a `logging_dir`: pass project_dir, or "
-                "ProjectConfiguration(logging_dir=…)"
-            )
-        steps: Any = gradient_accumulation_steps
-        if gradient_accumulation_plugin is not None:
-            if steps not in (None, 1, gradient_accumulation_plugin.num_steps):
-                contradiction = f"contradicts the plugin's num_steps={gradient_accumulation_plugin.num_steps}"
-                raise SettingError(f"gradient_accumulation_steps={steps} {contradiction}: pass one of them")
-            steps = gradient_accumulation_plugin
         self._loading = loading
-        self._make_loader = partial(make_loader, rng_types=rng_types)
         self._with_optimizer = step_scheduler_with_optimizer
-        self._steps_per_process = not loading.split_batches if steps_per_process is None else steps_per_process
         # A second bare Accelerator has the precision of the first.
         precision = accelerators()[0].mixed_precision if accelerators() else "no"
         super().__init__(
             mixed_precision=unless_set(settings, "mixed_precision", mixed_precision, precision),
-            gradient_accumulation_steps=steps,
+            gradient_accumulation_steps=gradient_accumulation_plugin or gradient_accumulation_steps,
             cpu=cpu,
             dataloader_config=loading,
             project_dir=project,
@@ -231,34 +202,20 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             settings=settings,
             **options,
         )
-        if group is not None:
-            self._check_backend(group.backend)
         self._window.full_passes = True
         self.device_placement = device_placement
         self._evaluated: list[nn.Module] = []  # models of prepare_model(evaluation_mode=True)
-        self._forward_was_apart = False  # the last calls of the models were under no_sync
         accelerator_ref = weakref.ref(self)
         help_to_save = lambda folder: accelerator_ref()._help(folder)  # type: ignore[union-attr]  # noqa: E731
         self._save_calls = SaveCalls(self._world, help_to_save)
         native = NATIVE.format(self.mixed_precision, self._window.accumulation, log_with or "none")
         layer.use("Accelerator()", native)
 
-    def _check_backend(self, backend: str | None) -> None:
-        try:
-            check_backend(backend, self.device)
-        except Exception:
-            self.close()
-            raise
-
     def _change_preparing(self, options: PrepareOptions) -> PrepareOptions:
-        make_scheduler = partial(
-            AcceleratedScheduler,
-            step_with_optimizer=self._with_optimizer,
-            steps=self._world.size if self._steps_per_process else 1,
-            split_batches=self._loading.split_batches,
-        )
+        steps = 1 if self._loading.split_batches else self._world.size
+        make_scheduler = partial(AcceleratedScheduler, with_optimizer=self._with_optimizer, steps=steps)
         # Ranks with equal seeds draw equal numbers, before and after prepare().
-        return options._replace(make_loader=self._make_loader, make_scheduler=make_scheduler, diverge=False)
+        return options._replace(make_loader=make_loader, make_scheduler=make_scheduler, diverge=False)
 
     def __reduce__(self) -> Any:
         """Pickled, it is the Accelerator that is open where it is used, as the states are."""
@@ -312,19 +269,17 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             @functools.wraps(forward)
             def computing(*args: Any, **kwargs: Any) -> Any:
                 with casting():
-                    return forward(*args, **kwargs)
+                    return recursively_apply(to_fp32, forward(*args, **kwargs))
 
-            vars(model).update(_original_forward=forward, forward=ConvertOutputsToFp32(computing))
+            vars(model).update(_original_forward=forward, forward=computing)
         self._evaluated.append(model)
         return model
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare one optimizer, after its models."""
-        return self.prepare(optimizer, device_placement=[device_placement])
+    def _prepare_one(self, item: Any, device_placement: bool | None = None) -> Any:
+        """Prepare one object; an optimizer after its models, a scheduler after its optimizer."""
+        return self.prepare(item, device_placement=[device_placement])
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare one scheduler, after its optimizer."""
-        return self.prepare(scheduler)
+    prepare_optimizer = prepare_scheduler = prepare_data_loader = _prepare_one
 
     # -- the step
 
@@ -334,7 +289,12 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         """As `easymp.Accelerator.clip_grad_norm_`; inside a window it clips what this rank has summed up so far."""
         if self._window.accumulation == 1 or self._window.sync:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        clipped, sums = self._clipped_inside(parameters), self._prepared.sums
+        if self._scaler.scales:
+            raise StepError(
+                "gradients are clipped once a window under a loss scale: write `if accelerator.sync_gradients:` before "
+                "the clip"
+            )
+        clipped, sums = [parameters] if isinstance(parameters, Tensor) else list(parameters), self._prepared.sums
         if not sums.on:
             return self._prepared.strategy.clip(clipped, max_norm, norm_type)
         gradients = [gradient for p in clipped if (gradient := sums.gradient(p)) is not None]
@@ -343,56 +303,12 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """As `easymp.Accelerator.clip_grad_value_`; inside a window it clamps what this rank has summed up so far."""
-        if self._window.accumulation == 1 or self._window.sync:
-            super().clip_grad_value_(parameters, clip_value)
-            return
-        clipped, sums = self._clipped_inside(parameters), self._prepared.sums
-        self._prepared.clamp(clipped, clip_value)
-        for gradient in map(sums.gradient, clipped) if sums.on else ():
-            if gradient is not None:
-                gradient.clamp_(-clip_value, clip_value)
-
-    def _clipped_inside(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        if self._scaler.scales:
-            raise StepError(
-                "gradients are clipped once a window under a loss scale: write `if accelerator.sync_gradients:` before "
-                "the clip"
-            )
-        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-    def no_sync(  # type: ignore[override]  # a context, and no generator
-        self, model: nn.Module | None = None
-    ) -> AbstractContextManager[None]:
-        """As `easymp.Accelerator.no_sync`.
-
-        The `backward` of a loss from inside may also follow outside, and stays on its rank, too.
-        """
-        self._forward_was_apart = True
-        return super().no_sync(model)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As `easymp.Accelerator.backward`; see `no_sync`."""
-        replicas = [route.module for route in self._prepared.models if isinstance(route.module, Replica)]
-        no_replica_averages = bool(replicas) and not any(replica.armed for replica in replicas)
-        self._forward_was_apart = self._forward_was_apart and no_replica_averages
-        with self._window.ranks_apart(self._window.ranks_differ or self._forward_was_apart):
-            super().backward(loss, **kwargs)
-
     @property
     def scaler(self) -> Any:
         """The loss scaler under fp16, else None."""
         return super().scaler if self._scaler.scales else None
 
     sync_gradients = GradientState.sync_gradients  # which a script may set, and reads `_window`, too
-
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Reduce gradients in backward inside the block, although `model` was called under `no_sync`."""
-        (route,) = self._prepared.routes((model,))
-        with self._window.ranks_apart(False), self._prepared.strategy.force_sync(route.module):
-            yield
 
     # -- models and batches
 
@@ -406,19 +322,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
 
     clear = free_memory
 
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """Prepare one loader; only None is taken as `slice_fn_for_dispatch`."""
-        if slice_fn_for_dispatch is not None:
-            raise RefusedError("slice_fn_for_dispatch is not honoured: batches are cut along dimension 0")
-        return self.prepare(data_loader, device_placement=[device_placement])
-
-    def unwrap_model(  # type: ignore[override]  # any module
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """See `extract_model_from_parallel` in ``accelerate.utils``."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+    unwrap_model = staticmethod(extract_model_from_parallel)  # type: ignore[assignment]  # any module
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `easymp.Accelerator.gather_for_metrics`.
@@ -476,47 +380,22 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     def save_state(  # type: ignore[override]  # Accelerate's arguments
         self, output_dir: Path | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
-        """As `easymp.Accelerator.save_state`; False writes ``pytorch_model.bin`` beside the checkpoint's own files.
+        """As `easymp.Accelerator.save_state`; also on the main process alone, where no strategy shards the weights.
 
         With ``automatic_checkpoint_naming`` it is ``checkpoint_0``, ``checkpoint_1`` …, by `save_iteration`.
         """
-        binary = partial(accelerate.beside, main=self.is_main_process)
-        handle = None if safe_serialization else self.register_save_state_pre_hook(binary)
-        try:
-            if self.num_processes == 1 or self._save_calls.all_called():
-                return super().save_state(output_dir=output_dir, **options)
-            return self._save_alone(output_dir) if self.is_main_process else ""
-        except CheckpointError as error:
-            if EXISTS in str(error):
-                raise SettingError(str(error)) from None
-            raise
-        finally:
-            if handle is not None:
-                handle.remove()
+        if self.num_processes == 1 or self._save_calls.all_called():
+            return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
+        return self._save_alone(output_dir) if self.is_main_process else ""
 
     def _folder_name(self, step: int) -> str:
         if not self._project.automatic_checkpoint_naming:
             return super()._folder_name(step)
         name = f"checkpoint_{self.save_iteration}"
         if os.path.exists(folders.join(self._root, name)):
-            raise CheckpointError(f"{folders.join(self._root, name)} {EXISTS}")
+            remedy = "set ProjectConfiguration(iteration=…) to the next number"
+            raise CheckpointError(f"{folders.join(self._root, name)} exists already: {remedy}")
         return name
-
-    def load_state(  # type: ignore[override]  # Accelerate's arguments
-        self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any
-    ) -> Loaded:
-        """As `easymp.Accelerator.load_state`.
-
-        Of `load_kwargs` and of `map_location` only None and this device make no difference.
-        """
-        if load_kwargs is not None:
-            raise RefusedError(f"load_state(load_kwargs={load_kwargs!r}) is not honoured: leave it out")
-        if options.pop("map_location", None) is not None:
-            layer.ignore({"map_location": "each tensor is read to where its live one is"})
-        self._settle_saves()  # an asynchronous save may be about to make the folder
-        if input_dir is not None and "://" not in os.fspath(input_dir) and not os.path.isdir(input_dir):
-            raise SettingError(f"load_state({os.fspath(input_dir)!r}): there is no such folder")
-        return super().load_state(input_dir=input_dir, **options)
 
     def save_model(
         self, model: nn.Module, save_directory: str | os.PathLike[str], max_shard_size: int | str = "10GB",
@@ -529,9 +408,6 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
                 "the weights, and each rank sends its part. Take the call out of the condition, so that all ranks "
                 "make it"
             )
-        if os.path.isfile(save_directory):
-            logger.error("save_model(%r): it is a file, not a folder", save_directory)
-            return
         if safe_serialization:
             super().save_model(model, save_directory, max_shard_size)
             return
@@ -545,17 +421,6 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             super().save(obj, f)
         elif self.is_main_process:
             torch_files.write(obj, f)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """As `easymp.Accelerator.register_for_checkpointing`."""
-        unfit = [
-            f"Item at index {i} is a {type(item).__name__}"
-            for i, item in enumerate(objects)
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
-        ]
-        if unfit:
-            raise SettingError(f"{'; '.join(unfit)}: pass objects with state_dict and load_state_dict")
-        super().register_for_checkpointing(*objects)
 
     def register_save_state_pre_hook(
         self, hook: Callable[[list[Any], list[dict[str, Any]], str], object]
@@ -581,21 +446,9 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
 
     # -- the run and its settings
 
-    @property
-    def state(self) -> AcceleratorState:
-        """The process and the plan, for scripts that pass a state around."""
-        return AcceleratorState()
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """The place in the accumulation window and in the loop over the data."""
-        return GradientState(self._window)
-
-    @property
-    def trackers(self) -> list[Any]:
-        """The trackers, on the main process; none on others."""
-        trackers: list[Any] = self._logbook.all()
-        return trackers
+    state = property(lambda self: AcceleratorState())
+    gradient_state = property(lambda self: GradientState(self._window))
+    trackers = property(lambda self: self._logbook.all())  # none on other processes than the main one
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
         """As `easymp.Accelerator.profile`, by default with the ProfileKwargs of `kwargs_handlers`."""
@@ -604,6 +457,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     project_configuration = property(lambda self: self._project)
     logging_dir = property(lambda self: self._project.logging_dir)
     save_iteration = property(lambda self: self._project.iteration)
+    dataloader_config = property(lambda self: self._loading)
     split_batches = property(lambda self: self._loading.split_batches)
     dispatch_batches = property(lambda self: self._loading.dispatch_batches)
     use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)

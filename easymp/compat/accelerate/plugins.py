@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tomllib
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from ... import logging
-from ...base import env
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
 from ...errors import RefusedError, SettingError, StepError, nearest
-from ...options import KwargsHandler, LoggerType
+from ...options import KwargsHandler
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
-from ...trackers import choose, logbook
-from ...trackers.mlflow import MLflow
-from ...trackers.tensorboard import TensorBoard
-from ...trackers.wandb import WandB
+from ...trackers import logbook
 from ..layer import Layer
-from .processes import PartialState
 
 layer = Layer("Accelerate")
 
@@ -53,21 +45,14 @@ FSDP_PLUGIN = REFUSED_NAMES["fsdp_plugin"]
 FIELDS: list[str] = FSDP_PLUGIN["fields"].split()
 
 
-class Sharding(NamedTuple):
-    """A strategy, its record of options, and ``reshard_after_forward`` in it."""
-
-    strategy: str
-    record: type[FSDPOptions] | None
-    reshard: bool = True
-
-
-# Sharding strategies of torch's FSDP1; numbers are 1, 2 … in this order.
-SHARDING = {
-    "FULL_SHARD": Sharding("fsdp", FSDPOptions),
-    "SHARD_GRAD_OP": Sharding("fsdp", FSDPOptions, reshard=False),
-    "NO_SHARD": Sharding("ddp", None),
-    "HYBRID_SHARD": Sharding("hsdp", HSDPOptions),
-    "HYBRID_SHARD_ZERO2": Sharding("hsdp", HSDPOptions, reshard=False),
+# Sharding strategies of torch's FSDP1 (numbers are 1, 2 … in this order): the strategy here, its options, and whether
+# weights are freed between forward and backward.
+SHARDING: dict[str, tuple[str, type[FSDPOptions] | None, bool]] = {
+    "FULL_SHARD": ("fsdp", FSDPOptions, True),
+    "SHARD_GRAD_OP": ("fsdp", FSDPOptions, False),
+    "NO_SHARD": ("ddp", None, True),
+    "HYBRID_SHARD": ("hsdp", HSDPOptions, True),
+    "HYBRID_SHARD_ZERO2": ("hsdp", HSDPOptions, False),
 }
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap")
 
@@ -109,24 +94,20 @@ class FullyShardedDataParallelPlugin:
         offload = values.get("cpu_offload")
         offload = getattr(offload, "offload_params", offload)
         on_host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
-        self.strategy, self.options = sharding.strategy, None
-        arguments_of_record = ""
-        if sharding.record is not None:
-            self.options = sharding.record(reshard_after_forward=sharding.reshard, wrap=wrap, cpu_offload=on_host)
-            if self.options != sharding.record():
-                arguments_of_record = f", strategy_options={self.options!r}"
+        self.strategy, record, reshard = sharding
+        self.options = record and record(reshard_after_forward=reshard, wrap=wrap, cpu_offload=on_host)
         self.activation_checkpointing = bool(values.get("activation_checkpointing"))
         self.fsdp_version = 2
         self.state_dict_type = arguments.get("state_dict_type", "SHARDED_STATE_DICT")
         recompute = ", activation_checkpointing=True" if self.activation_checkpointing else ""
-        native = f"acc = Accelerator(strategy={self.strategy!r}{arguments_of_record}{recompute})"
+        native = f"acc = Accelerator(strategy={self.strategy!r}, strategy_options={self.options!r}{recompute})"
         layer.use("FullyShardedDataParallelPlugin(…)", native)
 
 
-def _sharding(strategy: Any, reshard: Any) -> Sharding:
+def _sharding(strategy: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:
     """The entry of SHARDING that FSDP1's `strategy` names, or FSDP2's `reshard`, a bool or such a name."""
     if strategy is None and isinstance(reshard, bool):
-        return Sharding("fsdp", FSDPOptions, reshard)
+        return "fsdp", FSDPOptions, reshard
     value = next((value for value in (strategy, reshard) if value is not None), "FULL_SHARD")
     name = str(getattr(value, "name", value)).upper()
     if name.isdigit() and 0 < int(name) <= len(SHARDING):
@@ -134,15 +115,6 @@ def _sharding(strategy: Any, reshard: Any) -> Sharding:
     if name not in SHARDING:
         raise SettingError(f"sharding_strategy={value!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}")
     return SHARDING[name]
-
-
-# Backends of torch.compile, by the names that scripts pass; the Accelerator refuses one that torch does not have.
-_BACKENDS = (
-    "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
-    "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON"
-)
-_VALUES = {name: name for name in _BACKENDS.split()}
-DynamoBackend: Any = StrEnum("DynamoBackend", _VALUES, module=__name__)  # type: ignore[misc]  # no literal
 
 
 @dataclass
@@ -157,21 +129,11 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool | None = None
 
-    def __post_init__(self) -> None:
-        """Take what was not passed from ``ACCELERATE_DYNAMO_BACKEND``, ``_MODE`` …, as `easymp launch` sets them."""
-        for name in ("backend", "mode", "fullgraph", "dynamic", "use_regional_compilation"):
-            text = env.read(f"ACCELERATE_DYNAMO_{name.upper()}")
-            if getattr(self, name) is None and text is not None:
-                setattr(self, name, text if name in ("backend", "mode") else text.lower() in env.TRUE)
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, those of the environment among them."""
-        with env.override(**dict.fromkeys(env.names("ACCELERATE_DYNAMO_"))):
-            return super().to_kwargs()
-
-    def compile_options(self) -> CompileOptions | bool:
-        """The argument of `Accelerator(compile=…)`."""
-        backend = str(self.backend or "no").lower()
+    def compile_options(self) -> CompileOptions | bool | None:
+        """The argument of `Accelerator(compile=…)`; None without a backend."""
+        if self.backend is None:
+            return None
+        backend = str(self.backend).lower()
         if self.disable or backend == "no":
             return False
         return CompileOptions(
@@ -240,89 +202,10 @@ def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
     load.load_checkpoint(accelerator._world, storage, name, [_part(accelerator, item)])
 
 
-# -- trackers and loggers: those of a script get what it passes, at once -----------------------------------------------
+# -- trackers ----------------------------------------------------------------------------------------------------------
 
 
 class GeneralTracker(logbook.GeneralTracker):
-    """Base class of a script's trackers; see `easymp.GeneralTracker`.
+    """Base class of a script's trackers, which get what the script passes, at once; see `easymp.GeneralTracker`."""
 
-    Raises:
-        NotImplementedError: the class lacks `name`, `requires_logging_directory` or `tracker`.
-    """
-
-    as_given = True  # it gets what the script passes, and nothing more
-
-    def __init__(self, _blank: bool = False) -> None:
-        classes = set(type(self).__mro__) - {GeneralTracker, logbook.GeneralTracker, object}
-        defined = {name for kind in classes for name in vars(kind)} | vars(self).keys()
-        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in defined]
-        if missing and not _blank:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no {' and no '.join(missing)}: define it in the class"
-            )
-
-
-class _ByHand:
-    """A tracker of easymp that the script makes itself and passes in `log_with`."""
-
-    run_name: str | None
-
-    def __init__(self, run_name: str, logging_dir: Any = os.curdir, **kwargs: Any) -> None:
-        super().__init__(Path(logging_dir), kwargs)  # type: ignore[call-arg]  # of the class that is mixed in
-        self.run_name = run_name
-
-    def start(self, run: str, config: Any, position: Any = None) -> None:
-        super().start(self.run_name or run, config, position)  # type: ignore[misc]  # of the class that is mixed in
-
-
-class TensorBoardTracker(_ByHand, TensorBoard):
-    """TensorBoard's event files in ``logging_dir/run_name``; `kwargs` are those of torch's SummaryWriter."""
-
-
-class WandBTracker(_ByHand, WandB):
-    """One run of wandb in the project `run_name`; `kwargs` are those of `wandb.init`."""
-
-
-class MLflowTracker(_ByHand, MLflow):
-    """One run of MLflow; `kwargs` are those of `mlflow.start_run`."""
-
-    def __init__(
-        self, experiment_name: str | None = None, logging_dir: Any = None, run_id: str | None = None, tags: Any = None,
-        nested_run: bool = False, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        self.run_name, self.nested_run = experiment_name, env.flag("MLFLOW_NESTED_RUN", nested_run)
-        options = {"run_id": run_id, "tags": tags, "nested_run": self.nested_run, **kwargs}
-        MLflow.__init__(self, Path(logging_dir or os.curdir), options)
-
-
-def get_available_trackers() -> list[LoggerType]:
-    """The trackers whose packages are installed."""
-    return [LoggerType(name) for name in choose("all", "log_with='all'", {})]
-
-
-class MultiProcessAdapter(logging.RankLogger):
-    """`easymp.logging`'s logger, which can also log on all ranks one after the other, and warn once."""
-
-    def log(  # type: ignore[override]  # torch's ranks are further arguments
-        self, level: int, msg: object, *args: Any, main_process_only: bool = True, in_order: bool = False, **kwargs: Any
-    ) -> None:  # fmt: skip
-        """`in_order`: with ``main_process_only=False``, rank 0 first, then rank 1 …; all ranks call it."""
-        kwargs.setdefault("stacklevel", 2)
-        if main_process_only or not in_order:
-            super().log(level, msg, *args, main_process_only=main_process_only, **kwargs)
-            return
-        state = PartialState()
-        for rank in range(state.num_processes):
-            if rank == state.process_index:
-                super().log(level, msg, *args, main_process_only=False, **kwargs)
-            state.wait_for_everyone()
-
-    @functools.lru_cache(None)  # noqa: B019 (loggers live as long as the process)
-    def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """A warning that comes once, however often it is called with these words."""
-        self.warning(*args, **kwargs)
-
-
-def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
-    """As `easymp.get_logger`."""
-    return MultiProcessAdapter(logging.get_logger(name, log_level).logger, {})
+    as_given = True

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from ...base.accumulation import UpdateWindow
-from ...data import PreparedLoader
 from ...distributed import check_backend
 from ...distributed.processes import Processes, run_where
-from ...errors import RefusedError, WorldError
+from ...errors import RefusedError
 from ...options import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,7 +23,6 @@ from ...options import (
     check,
     is_number,
 )
-from ...plan import Plan
 from ...registry import PrecisionName, reported
 from ...strategies import STRATEGIES
 from ...training.state import OPEN_RUNS, close_runs, current_world, newest_run
@@ -34,32 +31,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class DistributedType(StrEnum):
-    """How the processes of a run are spread, in Accelerate's words."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
+def _by_value(name: str, *values: str) -> Any:
+    return StrEnum(name, {value.upper(): value for value in values}, module=__name__)
 
 
-class PrecisionType(StrEnum):
-    """Precisions in Accelerate's words."""
-
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
+_TYPES = (
+    "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON DEEPSPEED FSDP "
+    "XLA MEGATRON_LM"
+)
+DistributedType: Any = _by_value("DistributedType", *_TYPES.split())
+PrecisionType: Any = _by_value("PrecisionType", "no", "fp8", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -83,13 +64,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
 
 
-HANDLERS: tuple[type[Any], ...] = (
-    AutocastKwargs,
-    GradScalerKwargs,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
+HANDLERS = (AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs, ProfileKwargs)
 
 
 def handlers_by_class(kwargs_handlers: Sequence[Any] | None) -> dict[type, Any]:
@@ -111,18 +86,11 @@ class AllProcesses(Processes):
         """Whether the run's strategy shards models; False without a run."""
         return False
 
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last process of the run."""
-        return self._world.rank == self._world.size - 1
+    is_last_process = property(lambda self: self._world.rank == self._world.size - 1)
+    use_distributed = property(lambda self: self._world.size > 1)
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether the run has several processes."""
-        return self._world.size > 1
-
-    @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> Any:
         """How processes are spread, in Accelerate's words."""
         if self._world.size == 1:
             return DistributedType.NO
@@ -134,27 +102,6 @@ class AllProcesses(Processes):
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the first process of each node only."""
         return run_where(lambda: self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the last process only."""
-        return run_where(lambda: self.is_last_process, function)
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process only."""
-        _check_index("process_index", process_index, "the", self.num_processes)
-        decorate = partial(run_where, lambda: self.process_index == process_index)
-        return decorate if function is None else decorate(function)
-
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process of each node only."""
-        _check_index("local_process_index", local_process_index, "a node's", self._world.local_size)
-        decorate = partial(run_where, lambda: self.local_process_index == local_process_index)
-        return decorate if function is None else decorate(function)
-
-
-def _check_index(name: str, index: int | None, whose: str, size: int) -> None:
-    if index is None or not 0 <= index < size:
-        raise WorldError(f"{name}={index!r} is not one of {whose} {size} processes, 0 … {size - 1}")
 
 
 class View:
@@ -183,41 +130,22 @@ class PartialState(View, AllProcesses):
     """The process and its ranks. Made without an Accelerator, it joins the other processes by itself."""
 
     def __init__(
-        self,
-        cpu: bool | None = None,
-        *,
-        backend: str | None = None,
-        init_method: str | None = None,
+        self, cpu: bool | None = None, *, backend: str | None = None, init_method: str | None = None,
         timeout: timedelta | float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         group = InitProcessGroupKwargs(backend, init_method, 120.0 if timeout is None else timeout)
         seconds = None if timeout is None else group.seconds
         if OPEN_RUNS:
             world = newest_run("PartialState").world
             check_backend(backend, world.device)
-            if seconds not in (None, world.timeout):
-                raise RefusedError(
-                    f"PartialState(timeout={timeout!r}) in a run that is open with {world.timeout:g} seconds: make "
-                    "this PartialState "
-                    "before the Accelerator, or pass InitProcessGroupKwargs to that one"
-                )
+            if seconds not in (None, world.timeout) or (cpu and world.device.type != "cpu"):
+                given = f"PartialState(cpu={cpu}, timeout={timeout})"
+                place = f"a run that is open on {world.device} with {world.timeout:g} seconds"
+                raise RefusedError(f"{given} in {place}: make it before the Accelerator, or leave these out")
         self._world = current_world(cpu, backend, seconds)
-        if cpu and self.device.type != "cpu":
-            raise RefusedError(
-                f"PartialState(cpu=True) in a run that is open on {self.device}: make it first, or pass cpu=True to "
-                "the Accelerator"
-            )
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the other processes, if a PartialState joined them; an Accelerator does it in `end_training`.
-
-        Args:
-            group: makes no difference: the group of all processes is left.
-
-        Example:
-            >>> state = PartialState(cpu=True)
-            >>> state.destroy_process_group()
-        """
+        """Leave the other processes, if a PartialState joined them; an Accelerator does it in `end_training`."""
         close_runs(lambda run: run.world is self._world)
 
 
@@ -230,10 +158,7 @@ class AcceleratorState(View, AllProcesses):
 
     destroy_process_group = PartialState.destroy_process_group
 
-    @property
-    def plan(self) -> Plan:
-        """The decisions and their reasons."""
-        return self._run.plan
+    plan = property(lambda self: self._run.plan)
 
     @property
     def _sharded(self) -> bool:
@@ -249,10 +174,7 @@ class AcceleratorState(View, AllProcesses):
         """The `FullyShardedDataParallelPlugin` of a script of Accelerate on several processes; else None."""
         return getattr(self._run.accelerator(), "_fsdp_plugin", None)
 
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None, for scripts that ask: what DeepSpeed shards is strategy "zero1" or "fsdp" here."""
-        return None
+    deepspeed_plugin = None  # scripts ask: what DeepSpeed shards is strategy "zero1" or "fsdp" here
 
 
 class GradientState(View):
@@ -277,26 +199,10 @@ class GradientState(View):
         """As the setter; transformers' Trainer calls it."""
         self._window.sync = sync
 
-    @property
-    def num_steps(self) -> int:
-        """Micro-steps in a window."""
-        return self._window.accumulation
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether a loader's last batch ends the window early."""
-        return self._window.end_with_loader
-
-    @property
-    def active_dataloader(self) -> PreparedLoader | None:
-        """The prepared loader that is being read, the innermost one; None outside of such loops."""
-        loader: PreparedLoader | None = self._window.reading
-        return loader
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being read."""
-        return self._window.reading is not None
+    num_steps = property(lambda self: self._window.accumulation)
+    sync_with_dataloader = property(lambda self: self._window.end_with_loader)
+    active_dataloader = property(lambda self: self._window.reading)  # the innermost loop's; None outside of loops
+    in_dataloader = property(lambda self: self._window.reading is not None)
 
     @property
     def end_of_dataloader(self) -> bool:

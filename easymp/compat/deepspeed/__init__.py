@@ -22,7 +22,7 @@ from ..alias import PACKAGES
 from ..layer import by_name, submodules
 from . import modules
 from .config import DeepSpeedConfig, layer
-from .engine import DeepSpeedEngine, InitializeError
+from .engine import DeepSpeedEngine
 from .modules import get_accelerator, init_distributed, log_dist, logger
 from .optimizers import SCHEDULES, DeepSpeedCPUAdam, FusedAdam, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -40,26 +40,19 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     """Make the engine; returns (engine, optimizer, training_dataloader, lr_scheduler), with None for absent ones."""
-    if model is None:
-        raise InitializeError("deepspeed.initialize requires a model: pass model=")
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"deepspeed.initialize(model={model!r}): pass a torch.nn.Module")
-    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-        if not (given is None or callable(given) or hasattr(given, "step")):
-            raise SettingError(f"{name}={given!r} is neither one nor a function that makes one")
-    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    configs = [c for c in (config, config_params, from_args) if c is not None]
+    configs = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if not configs:
         raise SettingError("DeepSpeed requires --deepspeed_config FILE, or config= as a dict or a path")
     if len(configs) > 1:
         raise SettingError("the configuration is given twice: pass config=, or args.deepspeed_config")
-    with layer.one_warning():
-        meshes = {"mpu": mpu, "mesh_param": mesh_param}
-        layer.ignore({name: "the strategy arranges ranks" for name, value in meshes.items() if value is not None})
-        record = configs[0] if isinstance(configs[0], DeepSpeedConfig) else DeepSpeedConfig(configs[0])
-        engine = DeepSpeedEngine(
-            model, record, optimizer, model_parameters, training_data, scheduler=lr_scheduler, collate=collate_fn
-        )
+    record = configs[0] if isinstance(configs[0], DeepSpeedConfig) else DeepSpeedConfig(configs[0])
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if value is not None:
+            record.ignored[name] = "the strategy arranges ranks"
+    engine = DeepSpeedEngine(model, record, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    layer.ignore(record.ignored)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -70,8 +63,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script's own code")
     group.add_argument("--deepspeed_config", help="DeepSpeed's configuration, a JSON file")
-    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's former name
-    group.add_argument("--deepscale_config", help=argparse.SUPPRESS)
     return parser
 
 
@@ -97,7 +88,7 @@ _utils = "RepeatingLoader log_dist logger see_memory_usage"
 _weights = """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint"""
 MODULES: dict[str, dict[str, Any]] = {
-    "accelerator": by_name(get_accelerator),
+    "accelerator": _public("get_accelerator"),
     "checkpointing": _checkpointing | {"model_parallel_cuda_manual_seed": torch.manual_seed},
     "comm": _public(_comm) | {"absent": partial(getattr, torch.distributed)},
     "ops": {},
@@ -121,6 +112,4 @@ MODULES: dict[str, dict[str, Any]] = {
 submodules(__name__, {**MODULES, **REFUSED_MODULES}, layer, "deepspeed")
 DeepSpeedConfigError = SettingError
 __version__ = PACKAGES["deepspeed"][0]  # for scripts that ask
-__git_hash__ = __git_branch__ = "unknown"  # a release has none
-__version_major__, __version_minor__, __version_patch__ = map(int, re.findall(r"\d+", __version__)[:3])
 __getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)

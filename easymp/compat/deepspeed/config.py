@@ -21,11 +21,10 @@ layer = Layer("DeepSpeed")
 Content = Mapping[str, Any] | str | os.PathLike[str]  # a configuration, or its path
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-BF16 = ("bf16", "bfloat16", "torch.bfloat16")
-FP16 = ("fp16", "float16", "torch.float16", "half")
 # Bounds of numbers; others are 0 or more.
 MINIMA = dict.fromkeys((*SIZES, "fp16.loss_scale_window", "fp16.hysteresis"), 1)
 MAXIMA = {"zero_optimization.stage": 3, "fp16.initial_scale_power": 127}
+AUTOCAST_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
 QUOTED_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -33,60 +32,99 @@ class DeepSpeedConfig:
     """A configuration that has been checked; `mpu` and `mesh_device` have no effect."""
 
     def __init__(self, config: Content, mpu: Any = None, mesh_device: Any = None) -> None:
-        self.content = content = read_content(config)  # as it was given
+        self.content = content = read_content(config)
         if isinstance(content.get("zero_optimization"), bool):  # an older spelling
             content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
         if content.get("steps_per_print") == math.inf:
             content["steps_per_print"] = 0
         self.ignored = check_keys(content)  # keys without effect, with the reasons
         self.world_size = read_ranks().size
-        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = batch_sizes(
-            content, self.world_size
-        )
+        self._read_sizes()
         self.steps_per_print = int(self.value("steps_per_print"))
         self.gradient_clipping = float(self.value("gradient_clipping"))
-        self.dataloader_drop_last = bool(self.value("dataloader_drop_last"))
         self.zero_optimization_stage = int(self.value("stage", "zero_optimization"))
         self.zero_enabled = self.zero_optimization = self.zero_optimization_stage > 0
         self.zero_optimization_partition_gradients = self.zero_optimization_stage >= 2
-        self.zero_optimization_partition_weights = self.zero_optimization_stage >= 3
-        self.zero_cpu_offload = _offloads(content)
-        self.loss_scale, self.fp16_auto_cast = self.value("loss_scale", "fp16"), self.value("auto_cast", "fp16")
+        self.zero_cpu_offload = self._offloads()
+        self.loss_scale = self.value("loss_scale", "fp16")
         self.dynamic_loss_scale = self.loss_scale == 0
-        self.initial_dynamic_scale = 2 ** self.value("initial_scale_power", "fp16")
-        self.optimizer_name, self.optimizer_params = _named_section(content, "optimizer")
-        self.scheduler_name, self.scheduler_params = _named_section(content, "scheduler")
+        self.optimizer_name, self.optimizer_params = self._named_section("optimizer")
+        self.scheduler_name, self.scheduler_params = self._named_section("scheduler")
         self._read_precision()
-        tag_validation = str(self.value("tag_validation", "checkpoint"))
-        if tag_validation.lower() not in ("ignore", "warn", "fail"):
-            raise SettingError(f"checkpoint.tag_validation={tag_validation!r} is not one of ignore, warn and fail")
 
     def value(self, key: str, section: str = "") -> Any:
         """The value of a key, or DeepSpeed's default."""
-        return _value(self.content, key, section)
+        values: Any = self.content
+        for name in section.split(".") if section else ():
+            values = values.get(name) or {}
+        value = values.get(key)
+        return KEYS[section][key].default if value in (None, "auto") else value
+
+    def _read_sizes(self) -> None:
+        """Set samples of an update, those of a micro-batch, and micro-batches of an update, from those given."""
+        train, micro, steps = sizes = [self.value(name) for name in SIZES]
+        world = self.world_size
+        if train is None and micro is None:
+            raise SettingError(f"neither {SIZES[0]} nor {SIZES[1]} is given: give at least one of them")
+        if train is None:
+            train = micro * (steps or 1) * world
+        if micro is None:
+            micro = train // ((steps or 1) * world)
+        steps = steps or max(1, train // max(1, micro * world))
+        if train != micro * steps * world:
+            given = ", ".join(f"{name}={size}" for name, size in zip(SIZES, sizes))
+            product = f"{world} ranks ({train} != {micro} * {steps} * {world})"
+            raise SettingError(f"train_batch_size is not micro-batch × accumulation × ranks: {given}, {product}")
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = int(train), int(micro)
+        self.gradient_accumulation_steps = int(steps)
+
+    def _offloads(self) -> bool:
+        """Whether the optimizer or parameters are to be kept in host memory."""
+        section = "zero_optimization"
+        offloads = any(self.value(name, section) is True for name in ("cpu_offload", "cpu_offload_param"))
+        for key in ("offload_optimizer", "offload_param"):
+            device = self.value("device", f"{section}.{key}")
+            if device == "nvme":
+                raise RefusedError(f'{section}.{key}.device="nvme": nothing is moved to disks; use "cpu"')
+            if device not in ("cpu", "none", None):
+                raise SettingError(f"{section}.{key}.device={device!r} is not one of cpu, nvme and none")
+            offloads |= device == "cpu"
+        return offloads
+
+    def _named_section(self, name: str) -> tuple[str | None, dict[str, Any]]:
+        """Type and parameters of the optimizer or scheduler."""
+        section = self.content.get(name) or {}
+        kind, params = section.get("type"), section.get("params") or {}
+        if not isinstance(kind, str | None) or not isinstance(params, Mapping):
+            raise SettingError(f"{name} needs a type by name and params as a dict, not {kind!r} and {params!r}")
+        for key, value in params.items():
+            _check_value(f"{name}.params.{key}", value, None)
+            if isinstance(value, str) and QUOTED_NUMBER.fullmatch(value):
+                raise SettingError(f"{name}.params.{key}={value!r} is a string: write the number without quotes")
+        return kind, dict(params)
 
     def _read_precision(self) -> None:
         enabled = [name for name in ("fp16", "bf16", "torch_autocast") if self.value("enabled", name)]
         if len(enabled) > 1:
             raise SettingError(f"{' and '.join(enabled)} are enabled at once: turn one of them off")
-        self.fp16_enabled, self.bfloat16_enabled = enabled == ["fp16"], enabled == ["bf16"]
-        self.bf16_enabled, self.torch_autocast_enabled = self.bfloat16_enabled, enabled == ["torch_autocast"]
+        self.fp16_enabled, self.bf16_enabled = enabled == ["fp16"], enabled == ["bf16"]
+        self.bfloat16_enabled = self.bf16_enabled
         checks_overflow = not self.zero_enabled or self.value("check_grad_overflow", "bf16")
-        self.skips_nonfinite = self.bfloat16_enabled and checks_overflow  # without a loss scale, too
-        self.precision = "O2" if self.fp16_enabled else "bf16" if self.bfloat16_enabled else "fp32"
-        if self.torch_autocast_enabled:
-            default = torch.get_autocast_dtype(device_of(read_ranks()).type)
-            dtype = str(self.value("dtype", "torch_autocast") or default)
-            if dtype not in (*BF16, *FP16):
+        self.skips_nonfinite = self.bf16_enabled and checks_overflow  # without a loss scale, too
+        self.precision = "O2" if self.fp16_enabled else "bf16" if self.bf16_enabled else "fp32"
+        if enabled == ["torch_autocast"]:
+            dtype = self.value("dtype", "torch_autocast") or torch.get_autocast_dtype(device_of(read_ranks()).type)
+            word = str(dtype).removeprefix("torch.")
+            if word not in AUTOCAST_PRECISIONS:
                 raise SettingError(f"torch_autocast.dtype={dtype!r} is neither 'bfloat16' nor 'float16'")
-            self.precision = "bf16" if dtype in BF16 else "fp16"
+            self.precision = AUTOCAST_PRECISIONS[word]
 
     def scaler_options(self) -> dict[str, Any]:
         """Arguments of `GradScalerKwargs`; without ZeRO each overflow halves the scale, and none ends the run."""
         if not self.dynamic_loss_scale:
             return {"init_scale": float(self.loss_scale), "dynamic": False}
         return {
-            "init_scale": float(self.initial_dynamic_scale),
+            "init_scale": 2.0 ** self.value("initial_scale_power", "fp16"),
             "growth_interval": int(self.value("loss_scale_window", "fp16")),
             "hysteresis": int(self.value("hysteresis", "fp16")) if self.zero_enabled else 1,
             "refill_each_step": self.value("consecutive_hysteresis", "fp16") and self.zero_enabled,
@@ -94,17 +132,6 @@ class DeepSpeedConfig:
             "growth_delay": 1,  # one good step later than torch's
             "raise_at_minimum": self.zero_enabled,
         }
-
-
-def _value(content: Mapping[str, Any], key: str, section: str) -> Any:
-    values: Any = content
-    for name in section.split(".") if section else ():
-        values = values.get(name) or {}
-    value = values.get(key, values.get(f"stage3_{key}"))  # an older spelling
-    if value not in (None, "auto"):
-        return value
-    default = KEYS[section][key].default
-    return default[0] if isinstance(default, list) else default
 
 
 def read_content(config: Content) -> dict[str, Any]:
@@ -126,8 +153,7 @@ def check_keys(content: Mapping[str, Any], section: str = "") -> dict[str, str]:
         path = f"{section}.{name}" if section else name
         if name not in keys:
             owner = section or "a DeepSpeed configuration"
-            hint = nearest(name, keys) or "."
-            raise SettingError(f"{owner} has no key {name!r}{hint} Known: {', '.join(keys)}")
+            raise SettingError(f"{owner} has no key {name!r}{nearest(name, keys) or '.'} Known: {', '.join(keys)}")
         key = keys[name]
         if path in KEYS and value is not None:
             if not isinstance(value, Mapping):
@@ -161,57 +187,3 @@ def _check_value(path: str, value: Any, default: Any) -> None:
     if not minimum <= value <= maximum:
         bounds = f"is below {minimum:g}" if maximum == math.inf else f"must lie in {minimum:g} … {maximum:g}"
         raise SettingError(f"{path}={value!r} {bounds}")
-
-
-def _offloads(content: Mapping[str, Any]) -> bool:
-    section = "zero_optimization"
-    offloads = any(_value(content, name, section) is True for name in ("cpu_offload", "cpu_offload_param"))
-    for key in ("offload_optimizer", "offload_param"):
-        device = _value(content, "device", f"{section}.{key}")
-        if device == "nvme":
-            raise RefusedError(f'{section}.{key}.device="nvme": nothing is moved to disks; use "cpu"')
-        if device not in ("cpu", "none", None):
-            raise SettingError(f"{section}.{key}.device={device!r} is not one of cpu, nvme and none")
-        offloads |= device == "cpu"
-    return offloads
-
-
-def _named_section(content: Mapping[str, Any], name: str) -> tuple[str | None, dict[str, Any] | None]:
-    """Type and parameters of the optimizer or scheduler."""
-    section = content.get(name) or {}
-    kind, params = section.get("type"), section.get("params") or {}
-    if kind is None:
-        return None, None
-    if not isinstance(kind, str) or not isinstance(params, Mapping):
-        raise SettingError(f"{name} needs a type by name and params as a dict, not {kind!r} and {params!r}")
-    for key, value in params.items():
-        _check_value(f"{name}.params.{key}", value, None)
-        if isinstance(value, str) and QUOTED_NUMBER.fullmatch(value):
-            raise SettingError(f"{name}.params.{key}={value!r} is a string: write the number without quotes")
-    return kind, dict(params)
-
-
-def batch_sizes(content: Mapping[str, Any], world: int) -> tuple[int, int, int]:
-    """Samples of an update, those of a micro-batch, and micro-batches of an update, from those that are given."""
-    train, micro, steps = sizes = [_value(content, name, "") for name in SIZES]
-    if train is None and micro is None:
-        raise SettingError(f"neither {SIZES[0]} nor {SIZES[1]} is given: give at least one of them")
-    if train is None:
-        train = micro * (steps or 1) * world
-    if micro is None:
-        micro = train // ((steps or 1) * world)
-    steps = steps or max(1, train // max(1, micro * world))
-    if train != micro * steps * world:
-        raise SettingError(
-            "train_batch_size is not micro-batch × accumulation × ranks: "
-            + ", ".join(f"{name}={size}" for name, size in zip(SIZES, sizes))
-            + f", {world} ranks ({train} != {micro} * {steps} * {world})"
-        )
-    return int(train), int(micro), int(steps)
-
-
-def nonempty_folder(path: str | os.PathLike[str], call: str) -> str:
-    """`path`, unless it is empty, which would stand for the working directory."""
-    if not os.fspath(path):
-        raise SettingError(f"{call}(''): an empty path; pass a folder, or '.' for the working directory")
-    return os.fspath(path)

@@ -28,11 +28,11 @@ from ...checkpoint import torch_files
 from ...checkpoint.huggingface import convert, read_weights
 from ...checkpoint.weights import load_weights
 from ...distributed import World, locate, read_ranks
-from ...errors import RefusedError, SettingError
+from ...errors import RefusedError
 from ...logging import get_logger
 from ...training.state import accelerators, current_world
 from ..layer import device_of
-from .config import Content, check_keys, layer, nonempty_folder, read_content
+from .config import Content, check_keys, layer, read_content
 
 logger = get_logger("easymp.compat.deepspeed.utils")
 
@@ -122,10 +122,7 @@ class DeviceInterface:
         return getattr(torch, name.removesuffix("_all"), lambda *args: None)  # manual_seed_all, …; empty_cache, …
 
 
-def get_accelerator() -> DeviceInterface:
-    """The device of this process."""
-    return DeviceInterface()
-
+get_accelerator = DeviceInterface
 
 # -- checkpointing
 
@@ -140,13 +137,9 @@ def configure(
     """Set whether the inputs of checkpointed functions are kept in host memory; the other options have no effect."""
     global _saves_on_cpu
     section = read_content(deepspeed_config or {}).get("activation_checkpointing") or {}
-    if not isinstance(section, dict):
-        raise SettingError(f"activation_checkpointing={section!r} must be a dict of its settings")
-    with layer.one_warning():
-        layer.ignore(check_keys(section, "activation_checkpointing"))
-        options = {"partition_activations": partition_activations, "profile": profile}
-        reason = "torch keeps inputs whole"
-        layer.ignore({f"checkpointing.configure({name}=…)": reason for name, value in options.items() if value})
+    options = {"partition_activations": partition_activations, "profile": profile}
+    asked = {f"checkpointing.configure({name}=…)": "torch keeps inputs whole" for name in options if options[name]}
+    layer.ignore(check_keys({"activation_checkpointing": section}) | asked)
     _saves_on_cpu = bool(section.get("cpu_checkpointing")) if checkpoint_in_cpu is None else checkpoint_in_cpu
 
 
@@ -177,18 +170,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = 20) 
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-class RepeatingLoader:
+def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:
     """Iterates over `loader` again and again."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self._batches = chain.from_iterable(repeat(loader))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
+    return chain.from_iterable(repeat(loader))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -376,27 +360,23 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 # -- utils.zero_to_fp32: weights of a checkpoint
 
 
-def _checkpoint(checkpoint_dir: Any, tag: Any, exclude_frozen: bool = False) -> Path:
+def _folder(checkpoint_dir: Any, tag: Any, exclude_frozen: bool = False) -> Path:
     if exclude_frozen:
         layer.ignore({"exclude_frozen_parameters": "a checkpoint does not say which weights are frozen"})
-    tag = Path(checkpoint_dir, "latest").read_text(encoding="utf-8").strip() if tag is None else str(tag)
-    return Path(checkpoint_dir, tag)
+    return Path(checkpoint_dir, Path(checkpoint_dir, "latest").read_text("utf-8").strip() if tag is None else str(tag))
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
     """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32, frozen ones too."""
-    state = read_weights(_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters))
+    state = read_weights(_folder(checkpoint_dir, tag, exclude_frozen_parameters))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
 def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: str | None = None) -> Any:
-    """Load these weights into `model`, on the CPU; into one whose parameters are sharded where it is, on all ranks."""
-    if any(hasattr(p, "placements") for p in model.parameters()):
-        load_weights(model, _checkpoint(checkpoint_dir, tag), strict=False, dtype="live")
-        return model
-    model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    """Load these weights into `model`; on all ranks if its parameters are sharded."""
+    load_weights(model, _folder(checkpoint_dir, tag), strict=False, dtype="live")
     return model
 
 
@@ -405,9 +385,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
-    output_dir = nonempty_folder(output_dir, "convert_zero_checkpoint_to_fp32_state_dict")
     if safe_serialization:
-        convert(_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
+        convert(_folder(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
     else:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)

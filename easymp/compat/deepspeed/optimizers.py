@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ... import optim
 from ...errors import RefusedError, SettingError, nearest
 from ..layer import by_name
-from .config import layer
 
 Rates = float | Sequence[float]  # of all param groups, or of each
 Betas = tuple[float, float]
@@ -23,42 +23,19 @@ Betas = tuple[float, float]
 # -- schedules
 
 
-class Schedule:
-    """Base of the schedules: sets the rates of `get_lr` at each step."""
+class Schedule(LRScheduler):
+    """Base of the schedules. Its state is the count alone, so that a resumed run takes other settings."""
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.last_batch_iteration = last_batch_iteration  # steps so far, less one
-        if last_batch_iteration == -1:
-            self._set(self.get_lr())
-
-    def get_lr(self) -> list[float]:
-        """The rate of each param group at the current count."""
-        raise NotImplementedError
-
-    def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
-        return self._last_lr
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Count one more, or go to the named count, and set the rates."""
-        next_count = self.last_batch_iteration + 1
-        self.last_batch_iteration = next_count if last_batch_iteration is None else last_batch_iteration
-        self._set(self.get_lr())
+    @property
+    def last_batch_iteration(self) -> int:
+        """Steps so far, less one."""
+        return self.last_epoch - 1
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, sd: dict[str, int]) -> None:
-        self.last_batch_iteration = sd["last_batch_iteration"]
-
-    def _set(self, rates: list[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.last_epoch = state_dict["last_batch_iteration"] + 1
 
 
 def _per_group(optimizer: Any, value: Rates, name: str) -> list[float]:
@@ -87,7 +64,7 @@ class WarmupLR(Schedule):
         self.max_lrs = _per_group(optimizer, rates if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, last_batch_iteration)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         share = self._share()
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs)]
 
@@ -126,7 +103,6 @@ class WarmupCosineLR(WarmupLR):
     ) -> None:  # fmt: skip
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _share_after_warmup(self) -> float:
@@ -135,11 +111,11 @@ class WarmupCosineLR(WarmupLR):
         height = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         ratio = self._share()
         if self.last_batch_iteration < self.warmup_num_steps:
             ratio = self.warmup_min_ratio + ratio * (1.0 - self.warmup_min_ratio)
-        return [rate * ratio * (self.last_batch_iteration >= 0) for rate in self.org_lrs]
+        return [rate * ratio * (self.last_batch_iteration >= 0) for rate in self.base_lrs]
 
 
 class OneCycle(Schedule):
@@ -156,7 +132,7 @@ class OneCycle(Schedule):
         second = first if cycle_second_step_size is None else cycle_second_step_size
         if first <= 0 or second < 0:
             raise ValueError(f"cycle_first_step_size={first}, cycle_second_step_size={second}: negative or 0")
-        self.sizes, self.total_size = (float(first), float(second)), float(first + second)
+        self.first_size, self.second_size = first, second
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.stairs = cycle_first_stair_count, second_stairs
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
@@ -167,41 +143,32 @@ class OneCycle(Schedule):
         self.max_moms = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
         super().__init__(optimizer, last_batch_iteration)
 
-    def _set(self, rates: list[float]) -> None:
-        super()._set(rates)
-        at_start = self.last_batch_iteration == -1  # at the smallest momentum, as in DeepSpeed
-        momenta = [(low, 0.99) for low in self.min_moms] if at_start else self.get_mom()
-        for group, betas in zip(self.optimizer.param_groups, momenta if self.cycle_momentum else ()):
-            group["betas"] = betas
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        height, decay = self._position()
+        height = 1.0 if self.last_epoch == 0 else height  # at the smallest momentum, as in DeepSpeed
+        momenta = zip(self.optimizer.param_groups, self.min_moms, self.max_moms)
+        for group, low, high in momenta if self.cycle_momentum else ():
+            group["betas"] = (high - (high - low) * height) * (1 + self.decay_mom_rate * decay), 0.99
 
-    def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
-        return [low / (1 + self.decay_lr_rate * self._intervals()) for low in self.min_lrs]
+    def get_lr(self) -> list[Any]:
+        height, decay = self._position()
+        rates = [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
+        return [rate / (1 + self.decay_lr_rate * decay) for rate in rates]
 
-    def get_mom(self) -> list[Betas]:
-        """The betas of each param group at the current count."""
-        if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            return [(high - (high - low) * height, 0.99) for low, high in zip(self.min_moms, self.max_moms)]
-        return [(high * (1 + self.decay_mom_rate * self._intervals()), 0.99) for high in self.max_moms]
-
-    def _intervals(self) -> float:
-        steps = self.last_batch_iteration - self.total_size + 1
-        return steps / self.decay_step_size if self.decay_step_size else 0.0
-
-    def _height(self) -> float:
-        """0 at the bottom of the cycle, 1 at its top."""
-        i, (first, second) = self.last_batch_iteration + 1, self.sizes
-        x = 1.0 + i / self.total_size - math.floor(1 + i / self.total_size)
-        top = first / self.total_size
+    def _position(self) -> tuple[float, float]:
+        """Height in the cycle, 0 at its bottom and 1 at its top, and intervals of the decay after it."""
+        i, total = self.last_epoch, self.first_size + self.second_size
+        if i > total:
+            return 0.0, (i - total) / self.decay_step_size if self.decay_step_size else 0.0
+        x, top = i / total - i // total, self.first_size / total
         stairs = self.stairs[0 if x <= top else 1]
         if not stairs:
-            return x / top if x <= top else (x - 1) / (top - 1)
-        step = i % self.total_size  # whole steps: a share could miss a stair by the last bit
-        stair = step * stairs / first if step <= first else (self.total_size - step) * stairs / second
-        return math.floor(stair) / stairs
+            return (x / top if x <= top else (x - 1) / (top - 1)), 0.0
+        step = i % total  # whole steps: a share could miss a stair by the last bit
+        side = self.first_size if step <= self.first_size else self.second_size
+        stair = (step if step <= self.first_size else total - step) * stairs / side
+        return math.floor(stair) / stairs, 0.0
 
 
 SCHEDULES = by_name(WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle)
@@ -225,8 +192,7 @@ OURS = {"lamb": "LAMB", "fusedlamb": "LAMB", "lion": "Lion", "fusedlion": "Lion"
 ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless adam_w_mode is false
 REPLACEMENTS = dict.fromkeys(("onebitadam", "zerooneadam", "muadamw", "muon"), "AdamW")
 REPLACEMENTS |= {"onebitlamb": "Lamb", "muadam": "Adam", "musgd": "SGD"}
-# Arguments of DeepSpeed's own Adam and Lamb that change nothing here.
-IGNORED_PARAMS = "set_grad_none fp32_optimizer_states fused freeze_step cuda_aware".split()
+WITHOUT_DIFFERENCE = ("set_grad_none", "fp32_optimizer_states", "fused")  # arguments of DeepSpeed's Adam and Lamb
 
 
 def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -251,9 +217,7 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
         names = ["Lamb", "Lion", *(kind.__name__ for kind in classes.values())]
         raise SettingError(f"there is no optimizer {kind!r}{nearest(kind, names) or '.'}")
     signature = inspect.signature(classes[word]).parameters
-    ignored = [name for name in IGNORED_PARAMS if name in params and name not in signature]
-    layer.ignore({f"optimizer.params.{name}": "it makes no difference here" for name in ignored})
-    params = {name: value for name, value in params.items() if name not in ignored}
+    params = {name: value for name, value in params.items() if name in signature or name not in WITHOUT_DIFFERENCE}
     _refuse_unknown(params, [name for name in signature if name != "params"], classes[word].__name__)
     made: torch.optim.Optimizer = classes[word](parameters, **params)
     return made
@@ -266,15 +230,8 @@ def _refuse_unknown(params: Iterable[str], names: list[str], kind: str) -> None:
             raise SettingError(f"{kind} has no parameter {name!r}{hint} It takes: {', '.join(names)}")
 
 
-class AdamType(type):
-    """Class of the classes that make torch's Adam or AdamW, which are their instances."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch.optim.Adam)
-
-
-class FusedAdam(metaclass=AdamType):
-    """AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
+class FusedAdam:
+    """Makes torch's AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
     def __new__(
         cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
@@ -285,7 +242,7 @@ class FusedAdam(metaclass=AdamType):
         return optimizer("Adam", {**options, "adam_w_mode": adam_w_mode, "bias_correction": bias_correction}, params)
 
 
-class DeepSpeedCPUAdam(metaclass=AdamType):
+class DeepSpeedCPUAdam:
     """`FusedAdam` with its options in another order."""
 
     def __new__(
