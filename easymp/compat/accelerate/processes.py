@@ -52,11 +52,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | float = 120.0
 
     def __post_init__(self) -> None:
-        words = "ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). Leave it out"
-        asked = f"init_method={self.init_method!r} is not honoured: {words}"
-        check(self.init_method in (None, "env://"), asked)
-        good = (isinstance(self.timeout, timedelta) or is_number(self.timeout)) and self.seconds > 0
-        check(good, f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
+        remedy = "ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). Leave it out"
+        check(self.init_method in (None, "env://"), f"init_method={self.init_method!r} is not honoured: {remedy}")
+        is_time = (isinstance(self.timeout, timedelta) or is_number(self.timeout)) and self.seconds > 0
+        check(is_time, f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
 
     @property
     def seconds(self) -> float:
@@ -139,9 +138,10 @@ class PartialState(View, AllProcesses):
             world = newest_run("PartialState").world
             check_backend(backend, world.device)
             if seconds not in (None, world.timeout) or (cpu and world.device.type != "cpu"):
-                given = f"PartialState(cpu={cpu}, timeout={timeout})"
-                place = f"a run that is open on {world.device} with {world.timeout:g} seconds"
-                raise RefusedError(f"{given} in {place}: make it before the Accelerator, or leave these out")
+                raise RefusedError(
+                    f"PartialState(cpu={cpu}, timeout={timeout}) in a run that is open on {world.device} with "
+                    f"{world.timeout:g} seconds: make it before the Accelerator, or leave these out"
+                )
         self._world = current_world(cpu, backend, seconds)
 
     def destroy_process_group(self, group: Any = None) -> None:

@@ -8,7 +8,6 @@ Not here: pipelines and mixtures of experts, inference, 1-bit optimizers, moving
 from __future__ import annotations
 
 import argparse
-import re
 import tomllib
 from functools import partial
 from pathlib import Path

@@ -72,9 +72,11 @@ class DeepSpeedConfig:
             micro = train // ((steps or 1) * world)
         steps = steps or max(1, train // max(1, micro * world))
         if train != micro * steps * world:
-            given = ", ".join(f"{name}={size}" for name, size in zip(SIZES, sizes))
-            product = f"{world} ranks ({train} != {micro} * {steps} * {world})"
-            raise SettingError(f"train_batch_size is not micro-batch × accumulation × ranks: {given}, {product}")
+            numbers = [*(f"{name}={size}" for name, size in zip(SIZES, sizes)), f"{world} ranks"]
+            raise SettingError(
+                f"train_batch_size is not micro-batch × accumulation × ranks: {', '.join(numbers)} "
+                f"({train} != {micro} * {steps} * {world})"
+            )
         self.train_batch_size, self.train_micro_batch_size_per_gpu = int(train), int(micro)
         self.gradient_accumulation_steps = int(steps)
 
@@ -114,10 +116,10 @@ class DeepSpeedConfig:
         self.precision = "O2" if self.fp16_enabled else "bf16" if self.bf16_enabled else "fp32"
         if enabled == ["torch_autocast"]:
             dtype = self.value("dtype", "torch_autocast") or torch.get_autocast_dtype(device_of(read_ranks()).type)
-            word = str(dtype).removeprefix("torch.")
-            if word not in AUTOCAST_PRECISIONS:
+            dtype_name = str(dtype).removeprefix("torch.")
+            if dtype_name not in AUTOCAST_PRECISIONS:
                 raise SettingError(f"torch_autocast.dtype={dtype!r} is neither 'bfloat16' nor 'float16'")
-            self.precision = AUTOCAST_PRECISIONS[word]
+            self.precision = AUTOCAST_PRECISIONS[dtype_name]
 
     def scaler_options(self) -> dict[str, Any]:
         """Arguments of `GradScalerKwargs`; without ZeRO each overflow halves the scale, and none ends the run."""

@@ -138,8 +138,8 @@ def configure(
     global _saves_on_cpu
     section = read_content(deepspeed_config or {}).get("activation_checkpointing") or {}
     options = {"partition_activations": partition_activations, "profile": profile}
-    asked = {f"checkpointing.configure({name}=…)": "torch keeps inputs whole" for name in options if options[name]}
-    layer.ignore(check_keys({"activation_checkpointing": section}) | asked)
+    ignored = {f"checkpointing.configure({name}=…)": "torch keeps inputs whole" for name in options if options[name]}
+    layer.ignore(check_keys({"activation_checkpointing": section}) | ignored)
     _saves_on_cpu = bool(section.get("cpu_checkpointing")) if checkpoint_in_cpu is None else checkpoint_in_cpu
 
 
@@ -307,8 +307,8 @@ def _state(param: Tensor, key: str) -> Tensor | None:
 
 
 def _whole(tensor: Any) -> Tensor | None:
-    whole: Tensor | None = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return None if whole is None else whole.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return None if tensor is None else tensor.detach()
 
 
 @torch.no_grad()

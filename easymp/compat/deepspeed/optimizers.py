@@ -198,28 +198,28 @@ WITHOUT_DIFFERENCE = ("set_grad_none", "fp32_optimizer_states", "fused")  # argu
 def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The optimizer `kind`: a name of DeepSpeed, torch.optim or easymp.optim, in any capitals."""
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
-    word = kind.lower()
-    if word in REPLACEMENTS:
-        raise SettingError(f"optimizer {kind!r} is not part of easymp.compat: use {REPLACEMENTS[word]!r}")
-    if word not in OURS and params.pop("max_grad_norm", None):
+    lower_name = kind.lower()
+    if lower_name in REPLACEMENTS:
+        raise SettingError(f"optimizer {kind!r} is not part of easymp.compat: use {REPLACEMENTS[lower_name]!r}")
+    if lower_name not in OURS and params.pop("max_grad_norm", None):
         raise SettingError("optimizer.params.max_grad_norm: write gradient_clipping beside optimizer")
     classes: dict[str, Any] = {name.lower(): kind for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
     del classes["optimizer"]
     classes |= {name: getattr(optim, attribute) for name, attribute in OURS.items()}
-    if word in (*ADAMS, "adamw"):
+    if lower_name in (*ADAMS, "adamw"):
         if not params.pop("bias_correction", True):
             raise RefusedError("bias_correction=False is not honoured: torch's Adam always corrects")
-        decoupled = params.pop("adam_w_mode", True) or word == "adamw"
-        classes[word] = torch.optim.AdamW if decoupled else torch.optim.Adam
+        decoupled = params.pop("adam_w_mode", True) or lower_name == "adamw"
+        classes[lower_name] = torch.optim.AdamW if decoupled else torch.optim.Adam
         if not params.pop("torch_adam", False):
             params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's classes
-    if word not in classes:
+    if lower_name not in classes:
         names = ["Lamb", "Lion", *(kind.__name__ for kind in classes.values())]
         raise SettingError(f"there is no optimizer {kind!r}{nearest(kind, names) or '.'}")
-    signature = inspect.signature(classes[word]).parameters
+    signature = inspect.signature(classes[lower_name]).parameters
     params = {name: value for name, value in params.items() if name in signature or name not in WITHOUT_DIFFERENCE}
-    _refuse_unknown(params, [name for name in signature if name != "params"], classes[word].__name__)
-    made: torch.optim.Optimizer = classes[word](parameters, **params)
+    _refuse_unknown(params, [name for name in signature if name != "params"], classes[lower_name].__name__)
+    made: torch.optim.Optimizer = classes[lower_name](parameters, **params)
     return made
 
 
