@@ -139,10 +139,10 @@ def test_switches_that_are_off_are_honoured_or_refused():
 
 
 def test_old_spellings_and_nulls():
-    old = {"zero_optimization": True, "steps_per_print": math.inf}
+    old = {"bfloat16": {"enabled": False}, "steps_per_print": math.inf}
     old |= dict.fromkeys(("fp16", "gradient_clipping"))
     with started({**BATCH, **old}) as engine:
-        assert (engine.zero_optimization_stage(), engine.steps_per_print()) == (1, 0)
+        assert (engine.zero_optimization_stage(), engine.steps_per_print()) == (0, 0)
         assert (engine.fp16_enabled(), engine.gradient_clipping()) == (False, 1.0)
 
 

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...cli.config.documents import read_json
 from ...cli.config.rules import KEYS
 from ...distributed import read_ranks
 from ...errors import RefusedError, SettingError, nearest
-from ..layer import Layer, device_of
+from ..layer import Layer
 
 layer = Layer("DeepSpeed")
 Content = Mapping[str, Any] | str | os.PathLike[str]  # a configuration, or its path
@@ -24,7 +22,6 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 # Bounds of numbers; others are 0 or more.
 MINIMA = dict.fromkeys((*SIZES, "fp16.loss_scale_window", "fp16.hysteresis"), 1)
 MAXIMA = {"zero_optimization.stage": 3, "fp16.initial_scale_power": 127}
-AUTOCAST_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
 QUOTED_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -33,8 +30,6 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Content, mpu: Any = None, mesh_device: Any = None) -> None:
         self.content = content = read_content(config)
-        if isinstance(content.get("zero_optimization"), bool):  # an older spelling
-            content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
         if content.get("steps_per_print") == math.inf:
             content["steps_per_print"] = 0
         self.ignored = check_keys(content)  # keys without effect, with the reasons
@@ -50,7 +45,13 @@ class DeepSpeedConfig:
         self.dynamic_loss_scale = self.loss_scale == 0
         self.optimizer_name, self.optimizer_params = self._named_section("optimizer")
         self.scheduler_name, self.scheduler_params = self._named_section("scheduler")
-        self._read_precision()
+        self.fp16_enabled, self.bf16_enabled = (bool(self.value("enabled", name)) for name in ("fp16", "bf16"))
+        if self.fp16_enabled and self.bf16_enabled:
+            raise SettingError("fp16 and bf16 are enabled at once: turn one of them off")
+        self.bfloat16_enabled = self.bf16_enabled
+        checks_overflow = not self.zero_enabled or self.value("check_grad_overflow", "bf16")
+        self.skips_nonfinite = self.bf16_enabled and checks_overflow  # without a loss scale, too
+        self.precision = "O2" if self.fp16_enabled else "bf16" if self.bf16_enabled else "fp32"
 
     def value(self, key: str, section: str = "") -> Any:
         """The value of a key, or DeepSpeed's default."""
@@ -104,22 +105,6 @@ class DeepSpeedConfig:
             if isinstance(value, str) and QUOTED_NUMBER.fullmatch(value):
                 raise SettingError(f"{name}.params.{key}={value!r} is a string: write the number without quotes")
         return kind, dict(params)
-
-    def _read_precision(self) -> None:
-        enabled = [name for name in ("fp16", "bf16", "torch_autocast") if self.value("enabled", name)]
-        if len(enabled) > 1:
-            raise SettingError(f"{' and '.join(enabled)} are enabled at once: turn one of them off")
-        self.fp16_enabled, self.bf16_enabled = enabled == ["fp16"], enabled == ["bf16"]
-        self.bfloat16_enabled = self.bf16_enabled
-        checks_overflow = not self.zero_enabled or self.value("check_grad_overflow", "bf16")
-        self.skips_nonfinite = self.bf16_enabled and checks_overflow  # without a loss scale, too
-        self.precision = "O2" if self.fp16_enabled else "bf16" if self.bf16_enabled else "fp32"
-        if enabled == ["torch_autocast"]:
-            dtype = self.value("dtype", "torch_autocast") or torch.get_autocast_dtype(device_of(read_ranks()).type)
-            dtype_name = str(dtype).removeprefix("torch.")
-            if dtype_name not in AUTOCAST_PRECISIONS:
-                raise SettingError(f"torch_autocast.dtype={dtype!r} is neither 'bfloat16' nor 'float16'")
-            self.precision = AUTOCAST_PRECISIONS[dtype_name]
 
     def scaler_options(self) -> dict[str, Any]:
         """Arguments of `GradScalerKwargs`; without ZeRO each overflow halves the scale, and none ends the run."""

@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -129,8 +129,17 @@ class DeepSpeedEngine(nn.Module):
         self.global_rank, self.local_rank = acc.process_index, acc.local_process_index
         choices = acc.plan.strategy.value, config.gradient_clipping or None, config.gradient_accumulation_steps
         layer.use("initialize, backward and step", NATIVE.format(config, *choices))
-        optimizer = self._make_optimizer(optimizer, model.parameters() if parameters is None else parameters)
-        scheduler = self._make_scheduler(scheduler, optimizer)
+        parameters = model.parameters() if parameters is None else parameters
+        if optimizer is None and config.optimizer_name is not None:
+            optimizer = optimizers.optimizer(config.optimizer_name, config.optimizer_params, parameters)
+        elif optimizer is not None and not hasattr(optimizer, "step"):
+            optimizer = optimizer(parameters)
+        if scheduler is None and config.scheduler_name is not None:
+            scheduler = optimizers.scheduler(config.scheduler_name, config.scheduler_params)
+        if scheduler is not None and optimizer is None:
+            raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            scheduler = scheduler(optimizer)
         prepared_model, self.optimizer, self._schedule = acc.prepare(model, optimizer, scheduler)
         self._collate = collate
         self.training_dataloader = None if data is None else self.deepspeed_io(data)
@@ -157,20 +166,6 @@ class DeepSpeedEngine(nn.Module):
         sums_are_averaged = config.gradient_accumulation_steps > 1 and has_low_weights
         shards_gradients = config.zero_optimization_partition_gradients
         self._averages_at_boundary = self.world_size > 1 and not shards_gradients and not sums_are_averaged
-
-    def _make_optimizer(self, optimizer: Any, parameters: Any) -> Any:
-        config = self._config
-        if optimizer is None and config.optimizer_name is not None:
-            return optimizers.optimizer(config.optimizer_name, config.optimizer_params, parameters)
-        return optimizer if optimizer is None or hasattr(optimizer, "step") else optimizer(parameters)
-
-    def _make_scheduler(self, scheduler: Any, optimizer: Any) -> Any:
-        config = self._config
-        if scheduler is None and config.scheduler_name is not None:
-            scheduler = optimizers.scheduler(config.scheduler_name, config.scheduler_params)
-        if scheduler is not None and optimizer is None:
-            raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
-        return scheduler if scheduler is None or hasattr(scheduler, "step") else scheduler(optimizer)
 
     # -- the step
 
@@ -322,12 +317,9 @@ class DeepSpeedEngine(nn.Module):
 
     # -- weights and checkpoints
 
-    def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's own state dict."""
-        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = self.module.state_dict()
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -375,11 +367,8 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Any]:  # fmt: skip
         """Load a checkpoint; returns its path and `client_state`, or (None, None) with a warning without ``latest``."""
-        if custom_load_fn is not None:
-            raise RefusedError("custom_load_fn=…: use easymp.load_weights(engine.module, path)")
         latest = Path(load_dir, "latest")
         if tag is None and not latest.is_file():
             message = f"Unable to find latest file at {latest}: pass the folder of save_checkpoint, or a tag"
@@ -387,13 +376,17 @@ class DeepSpeedEngine(nn.Module):
             return None, None
         tag = latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)
         path = os.path.join(load_dir, tag)
-        self._drop_gradients()
-        if load_module_only:
-            load_weights(self._model, path, strict=load_module_strict)
-            return path, _read_states(path)[COUNTERS]["client_state"]
-        if not load_optimizer_states:
+        self._end_micro_step()  # and forget the gradients of an unfinished update
+        window = self.accelerator._window
+        window.micro, window.backwards, window.sync = 0, 0, True
+        self._micro_batches, self._called_backward = 0, False
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        if load_module_only or not load_optimizer_states:
             states = _read_states(path)
             load_weights(self._model, path, strict=load_module_strict)
+            if load_module_only:
+                return path, states[COUNTERS]["client_state"]
             Counters(self).load_state_dict(states[COUNTERS])
             if load_lr_scheduler_states and self._schedule is not None and SCHEDULE in states:
                 self._schedule.load_state_dict(states[SCHEDULE])
@@ -404,16 +397,6 @@ class DeepSpeedEngine(nn.Module):
         if schedule is not None:
             schedule.load_state_dict(schedule_state)
         return path, self.client_state
-
-    def _drop_gradients(self) -> None:
-        """Forget the gradients of an unfinished update."""
-        self._end_micro_step()
-        window = self.accelerator._window
-        window.micro, window.backwards, window.sync = 0, 0, True
-        self._micro_batches, self._called_backward = 0, False
-        reveal_gradients(self._trained)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
 
 
 def _read_states(path: str) -> dict[str, Any]:

@@ -299,8 +299,7 @@ def _state(param: Tensor, key: str) -> Tensor | None:
     run, stepped = _stepped(param)
     if run is None or not param.requires_grad:
         return None
-    (optimizer,) = run.optimizers_of([stepped])
-    states: dict[str, Tensor] = optimizer.state.get(stepped, {})
+    states: dict[str, Tensor] = run.optimizers_of([stepped])[0].state.get(stepped, {})
     if key not in states:
         raise ValueError(f"{key!r} is not a state of this parameter, which has {list(states)}")
     return states[key]
@@ -360,17 +359,13 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 # -- utils.zero_to_fp32: weights of a checkpoint
 
 
-def _folder(checkpoint_dir: Any, tag: Any, exclude_frozen: bool = False) -> Path:
-    if exclude_frozen:
-        layer.ignore({"exclude_frozen_parameters": "a checkpoint does not say which weights are frozen"})
+def _folder(checkpoint_dir: Any, tag: Any) -> Path:
     return Path(checkpoint_dir, Path(checkpoint_dir, "latest").read_text("utf-8").strip() if tag is None else str(tag))
 
 
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, Tensor]:
+def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: Any, tag: str | None = None) -> dict[str, Tensor]:
     """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32, frozen ones too."""
-    state = read_weights(_folder(checkpoint_dir, tag, exclude_frozen_parameters))
+    state = read_weights(_folder(checkpoint_dir, tag))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
@@ -382,12 +377,12 @@ def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: s
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Any, output_dir: Any, max_shard_size: str = "5GB", safe_serialization: bool = False,
-    tag: str | None = None, exclude_frozen_parameters: bool = False,
+    tag: str | None = None,
 ) -> None:  # fmt: skip
     """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
     if safe_serialization:
-        convert(_folder(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
+        convert(_folder(checkpoint_dir, tag), output_dir, "fp32", max_shard_size)
     else:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
         torch_files.write(state, Path(output_dir, "pytorch_model.bin"))
