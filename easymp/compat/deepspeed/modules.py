@@ -46,12 +46,10 @@ def init_distributed(
     verbose: bool = True, timeout: Any = None, init_method: str | None = None, dist_init_required: bool | None = None,
     config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Join the processes that a launcher announced; a process alone is a group of one. A group that runs is kept."""
+    """Join the processes that a launcher announced, or make a group of one; by NCCL on GPUs, and gloo elsewhere."""
     global _world
     if init_method or rank >= 0 or world_size > 0:
         raise RefusedError("init_distributed(init_method=…, rank=…, world_size=…): the launcher says them")
-    if dist_backend not in (None, "nccl", "gloo"):
-        layer.ignore({"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"})
     if dist.is_initialized() or dist_init_required is False:
         return
     ranks = read_ranks()

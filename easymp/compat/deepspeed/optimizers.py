@@ -18,7 +18,6 @@ from ...errors import RefusedError, SettingError, nearest
 from ..layer import by_name
 
 Rates = float | Sequence[float]  # of all param groups, or of each
-Betas = tuple[float, float]
 
 # -- schedules
 
@@ -233,21 +232,12 @@ def _refuse_unknown(params: Iterable[str], names: list[str], kind: str) -> None:
 class FusedAdam:
     """Makes torch's AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
-    def __new__(
-        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> Any:  # fmt: skip
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        return optimizer("Adam", {**options, "adam_w_mode": adam_w_mode, "bias_correction": bias_correction}, params)
+    def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> Any:
+        return optimizer("Adam", {"lr": lr, **options}, params)
 
 
 class DeepSpeedCPUAdam:
-    """`FusedAdam` with its options in another order."""
+    """`FusedAdam` with another name of the mode."""
 
-    def __new__(
-        cls, model_params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:  # fmt: skip
-        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+    def __new__(cls, model_params: Any, lr: float = 1e-3, adamw_mode: bool = True, **options: Any) -> Any:
+        return optimizer("Adam", {"lr": lr, "adam_w_mode": adamw_mode, **options}, model_params)
