@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import required
 
 import easymp.optim
-from easymp import EasympError, EasympWarning
+from easymp import EasympError, EasympWarning, RefusedError
 from easymp.compat import explain
 from easymp.compat.apex import fp16_utils, normalization, optimizers
 
@@ -195,6 +195,7 @@ def test_what_they_refuse_and_say():
         (lambda: optimizers.FusedLAMB([p], amsgrad=True), RuntimeError, "FusedLAMB does not support the AMSGrad"),
         (lambda: optimizers.FusedNovoGrad([p], amsgrad=True), RuntimeError, "FusedNovoGrad does not support the AMS"),
         (lambda: FusedMixedPrecisionLamb([p], step=3), EasympError, "step=3 is not here"),
+        (lambda: fp16_utils.prep_param_lists(table, flat_master=True), RefusedError, "flat_master=True: leave it"),
         (lambda: FusedAdam([p]).step(grads=[p], scale=2.0), EasympError, r"step\(grads=…, scale=…\): gradients are"),
         (lambda: FusedSGD([{"params": [p]}]), ValueError, "FusedSGD needs a learning rate"),
         (lambda: by_group.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), ValueError, "parameter lr"),
@@ -227,7 +228,6 @@ def test_norms_are_torchs():
         (norms.fused_layer_norm_affine(x, weight, bias, (8,)), F.layer_norm(x, [8], weight, bias, eps)),
         (norms.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=eps)),
         (norms.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, eps)),
-        (norms.manual_rms_norm(x, 8, weight, eps), F.rms_norm(x, [8], weight, eps)),
     ]:
         assert torch.allclose(result, expected, atol=1e-5)
     for kind in (norms.MixedFusedLayerNorm, norms.MixedFusedRMSNorm):
@@ -236,18 +236,17 @@ def test_norms_are_torchs():
     assert norms.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8).dtype == torch.float32
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_masters_by_hand(flat):
+def test_masters_by_hand():
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False)).half()
-    params, masters = fp16_utils.prep_param_lists(network, flat_master=flat)
-    assert {m.dtype for m in masters} == {torch.float32} and len(masters) == (1 if flat else 3)
+    params, masters = fp16_utils.prep_param_lists(network)
+    assert {m.dtype for m in masters} == {torch.float32} and len(masters) == 3
     optimizer = torch.optim.SGD(masters, lr=0.5)
     network(torch.ones(2, 4).half()).float().sum().backward()
     expected = [p.detach().float() - 0.5 * p.grad.float() for p in params]
-    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+    fp16_utils.model_grads_to_master_grads(params, masters)
     fp16_utils.clip_grad_norm(masters, 1e6)
     optimizer.step()
-    fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
+    fp16_utils.master_params_to_model_params(params, masters)
     assert all(torch.allclose(p.float(), w, atol=1e-2) for p, w in zip(params, expected))
 
 

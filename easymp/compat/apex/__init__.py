@@ -22,8 +22,7 @@ KERNELS = "use torch._foreach_* functions; clip_grad_norm_ and optimizers here d
 class MultiTensorApply:
     """Calls of Apex's compiled kernels, which are not here; scripts choose their own fallback by `available`."""
 
-    available = False
-    warned = False
+    available = warned = False
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size

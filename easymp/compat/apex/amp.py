@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -24,6 +24,7 @@ from torch.nn import functional
 from ...errors import EasympError, RefusedError, SettingError, nearest
 from ...optim.larc import LARC
 from ...optim.masters import Masters
+from ...optim.torch_step import Snapshot, parameters_of
 from ...options import AutocastKwargs, GradScalerKwargs
 from ...precision import Scaler
 from ...precision.levels import O1, Cast, ListedCasts, as_listed, cast, cast_model, cast_table
@@ -47,21 +48,16 @@ class AmpHandle:
         self._entered = ExitStack()
         self._casts: AbstractContextManager[Any] | None = None
         self._device = torch.device("cpu")
-        self.dtype = torch.float16
 
-    def activate(self, device: torch.device, dtype: torch.dtype = torch.float16, allow_banned: bool = False) -> None:
+    def activate(self, device: torch.device, allow_banned: bool = False) -> None:
         """Turn the casts on. A GPU gets torch's autocast, which has Apex's lists there."""
         self._deactivate()
-        self._device, self.dtype = device, dtype
-        if allow_banned or dtype != torch.float16:
-            table = dict(cast_table())
-            if allow_banned:
-                table[functional.binary_cross_entropy] = Cast.FLOAT
-            self._casts = ListedCasts(table, dtype)
-        else:
-            # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block,
-            # and there is none.
-            self._casts = O1().casting(device, AutocastKwargs(cache_enabled=False))
+        self._device = device
+        # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and
+        # there is none.
+        self._casts = O1().casting(device, AutocastKwargs(cache_enabled=False))
+        if allow_banned:
+            self._casts = ListedCasts({**cast_table(), functional.binary_cross_entropy: Cast.FLOAT})
         self._entered.enter_context(self._casts)
 
     def _deactivate(self) -> None:
@@ -99,12 +95,12 @@ disable_casts = _handle._disable_casts
 
 def init(
     enabled: bool = True, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False,
-    allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
+    allow_banned: bool = False,
 ) -> AmpHandle:  # fmt: skip
     """O1's casts without models and optimizers, until the returned handle's ``_deactivate()``."""
     _handle._deactivate()
     if enabled:
-        _handle.activate(torch.device("cuda" if torch.cuda.is_available() else "cpu"), patch_type, allow_banned)
+        _handle.activate(torch.device("cuda" if torch.cuda.is_available() else "cpu"), allow_banned)
     return _handle
 
 
@@ -116,7 +112,7 @@ def _cast_decorators(rule: Cast, prefix: str) -> tuple[Callable[..., Any], Calla
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not _handle.is_active():
                 return fn(*args, **kwargs)
-            args, kwargs = as_listed(rule, fn, args, kwargs, _handle.dtype)
+            args, kwargs = as_listed(rule, fn, args, kwargs)
             # The user's cast goes before the list that the function is on.
             with disable_casts() if fn in cast_table() else nullcontext():
                 return fn(*args, **kwargs)
@@ -143,44 +139,25 @@ promote_function, register_promote_function = _cast_decorators(Cast.WIDEST, "pro
 
 
 class LossScaler:
-    """The scale of one loss, which moves at the end of each `scale_loss`; a number is constant, and skips no step."""
-
-    index = 0  # of the loss
+    """The scale of the loss number `index`, which moves at the end of each `scale_loss`; a number is constant."""
 
     def __init__(
-        self, loss_scale: float | str, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24
-    ) -> None:
-        self.dynamic = loss_scale == "dynamic"
+        self, loss_scale: float | str, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+        index: int = 0,
+    ) -> None:  # fmt: skip
+        self.dynamic, self.index = loss_scale == "dynamic", index
+        rule = GradScalerKwargs(init_scale=1.0 if self.dynamic else float(loss_scale), dynamic=False)
         if self.dynamic:
             first = min(2.0**16, max_loss_scale)
             rule = GradScalerKwargs(init_scale=first, min_scale=min_loss_scale or 0.0, max_scale=max_loss_scale)
-        else:
-            rule = GradScalerKwargs(init_scale=float(loss_scale), dynamic=False)
         self.scaler = Scaler(rule)
-        self._blocks = 0  # under a constant scale
 
     def loss_scale(self) -> float:
         """The factor of the loss. Waits for the device."""
         return self.scaler.get_scale()
 
     _loss_scale = property(loss_scale, lambda self, scale: self.scaler.update(scale))
-
-    @property
-    def _unskipped(self) -> int:
-        """Good blocks since the scale last moved; of a constant scale, all blocks."""
-        return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._blocks
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
-        self._blocks = int(state["unskipped"])
-
-    def advance(self, found_inf: Tensor) -> bool:
-        """Move the scale; whether steps are to be skipped, since `found_inf` is above 0. Waits for the device."""
-        if not self.dynamic:
-            self._blocks += 1
-            return False
-        self.scaler.advance(found_inf)
-        return bool(found_inf.item())
+    _unskipped = property(lambda self: int(self.scaler.state_dict()["_growth_tracker"]))  # good blocks at this scale
 
 
 @dataclass(frozen=True)
@@ -217,40 +194,40 @@ MODEL_TYPES = (torch.float32, torch.float16, torch.bfloat16, False)
 
 
 def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
+    """The properties of `level`, changed by `overrides`."""
     if level not in LEVELS:
         raise ApexError(
             f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', "
             "'O3'. Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero"
         )
-    defaults = LEVELS[level]
-    casts_functions = bool(defaults.patch_torch_functions)
-    values = {name: _read_property(name, value) for name, value in overrides.items()}
-    for name, value in values.items():
-        if name == "patch_torch_functions" and value and not casts_functions:
-            raise ApexError(f"{name}=True with opt_level {level}: only opt_level='O1' casts around functions")
-        casts_nothing = name == "cast_model_type" and value in (torch.float32, False)
-        if casts_functions and name in O1_REFUSES and not casts_nothing:
-            raise ApexError(f"{name}={value!r} with opt_level O1: {O1_REFUSES[name]}. Leave it out, or use O2 or O3")
-    if casts_functions:
-        values.pop("cast_model_type", None)  # fp32, the type of the weights
+    defaults, values = LEVELS[level], dict(overrides)
+    for name, value in overrides.items():
+        if name == "cast_model_type":
+            if not any(value is dtype for dtype in MODEL_TYPES):
+                raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, MODEL_TYPES))}")
+        elif name == "loss_scale":
+            number = 0.0
+            with suppress(TypeError, ValueError):
+                number = float(value)
+            if value != "dynamic" and not 0.0 < number < float("inf"):
+                raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
+            values[name] = value if value == "dynamic" else number
+        elif str(value) not in ("True", "False"):
+            raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
+        else:
+            values[name] = str(value) == "True"
+    if not defaults.patch_torch_functions:
+        if values.get("patch_torch_functions"):
+            raise ApexError(
+                f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
+            )
+        return replace(defaults, **values)
+    if values.get("cast_model_type") in (torch.float32, False):
+        del values["cast_model_type"]  # fp32, the type of the weights
+    if refused := next((name for name in O1_REFUSES if name in values), None):
+        reason = f"{O1_REFUSES[refused]}. Leave it out, or use O2 or O3"
+        raise ApexError(f"{refused}={values[refused]!r} with opt_level O1: {reason}")
     return replace(defaults, **values)
-
-
-def _read_property(name: str, value: Any) -> Any:
-    if name == "cast_model_type":
-        if not any(value is dtype for dtype in MODEL_TYPES):
-            raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, MODEL_TYPES))}")
-        return value
-    if name == "loss_scale":
-        if value == "dynamic":
-            return value
-        with suppress(TypeError, ValueError):
-            if not isinstance(value, bool) and 0.0 < float(value) < float("inf"):
-                return float(value)
-        raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
-    if str(value) not in ("True", "False"):
-        raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
-    return str(value) == "True"
 
 
 class AmpState:
@@ -262,12 +239,6 @@ class AmpState:
     loss_scalers: Sequence[LossScaler] = ()
     handle = _handle
     optimizers: ClassVar[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
-
-    def scaler_of(self, loss_id: int) -> LossScaler:
-        count = len(self.loss_scalers)
-        if not 0 <= loss_id < count:
-            raise ApexError(f"loss_id={loss_id}, and there are {count} loss scalers: pass num_losses={loss_id + 1}")
-        return self.loss_scalers[loss_id]
 
 
 _amp_state = AmpState()
@@ -296,13 +267,12 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         entries = f"state_dict contains {len(state_dict)} entries"
         maybe_print(f"Warning: {entries}, while {len(scalers)} loss_scalers are used")
     for scaler, state in zip(scalers, state_dict.values()):
-        scaler.load_state_dict(state)
+        scaler.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 _NO_OPTIMIZER: Any = SimpleNamespace(param_groups=(), state={})
-GradientVersions = dict[tuple[int, int], Tensor]  # gradients, by identity and version
 
 
 class ScaledGradients:
@@ -316,10 +286,11 @@ class ScaledGradients:
         self.scaler: LossScaler | None = None  # of the gradients in `.grad`, if they are not divided by it yet
         self.overflow: LossScaler | None = None  # with which a gradient overflowed since the last step
         self._stash: list[tuple[Tensor, Tensor]] = []  # parameters, and divided gradients of the blocks before
-        self._foreign: GradientVersions = {}  # gradients of a loss that this optimizer was not given with
+        self._foreign: list[Snapshot] = []  # gradients of an unknown scale, until they are cleared
 
-    def parameters(self) -> Iterator[Tensor]:
-        return (p for group in self._optimizer.param_groups for p in group["params"])
+    def parameters(self) -> list[Tensor]:
+        """Those with a gradient."""
+        return [p for p in parameters_of(self._optimizer) if p.grad is not None]
 
     def begin(self, scaler: LossScaler) -> None:
         """Put present gradients aside before scaled ones come, unless they are scaled, too."""
@@ -349,47 +320,25 @@ class ScaledGradients:
                 parameter.grad.add_(stashed)
         self._stash, self.scaler = [], None
 
-    def abort(self) -> None:
-        """Restore the gradients that were put aside, after a failed block."""
-        stash = dict(self._stash)
-        self.clear()
-        for parameter in self.parameters():
-            parameter.grad = stash.get(parameter)
-
     def clear(self) -> None:
         """Forget all gradients: `zero_grad` cleared them."""
-        self._stash, self._foreign, self.scaler = [], {}, None
+        self._stash, self._foreign, self.scaler = [], [], None
         self.masters.clear()
 
-    def versions(self) -> GradientVersions:
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return {(id(gradient), gradient._version): gradient for gradient in gradients}
-
-    def note_foreign(self, before: GradientVersions) -> None:
+    def note_foreign(self, before: Sequence[Snapshot] = ()) -> None:
         """Note gradients that are not those of `before`: they have an unknown scale until they are cleared."""
-        self._foreign |= {key: gradient for key, gradient in self.versions().items() if key not in before}
+        own = {snapshot.parameter for snapshot in before if snapshot.unchanged}
+        self._foreign += [Snapshot(p) for p in self.parameters() if p not in own]
 
     def refuse_foreign(self) -> None:
         """Raise ApexError where such gradients were not cleared."""
-        if self._foreign.keys() & self.versions().keys():
+        if any(snapshot.unchanged for snapshot in self._foreign):
             raise ApexError(
-                "this optimizer holds scaled gradients of a loss whose amp.scale_loss it was not given with: pass "
-                "every optimizer whose parameters the loss depends on, as in amp.scale_loss(loss, [a, b]), or clear "
-                "them with zero_grad() first"
+                "this optimizer holds scaled gradients, of a loss whose amp.scale_loss it was not given with, or of a "
+                "block that failed: pass every optimizer whose parameters the loss depends on, as in "
+                "amp.scale_loss(loss, [a, b]), or clear them with zero_grad() first"
             )
-        self._foreign = {}
-
-    def check_step(self) -> None:
-        """Raise ApexError where gradients are not ready for a step."""
-        if self.scaler is not None:
-            raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
-        self.refuse_foreign()
-        if any(p.grad is not None for p in self.masters.parameters):
-            raise ApexError(
-                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with "
-                "amp.scale_loss(loss, optimizers) as scaled_loss:` around every backward, with every optimizer whose "
-                "parameters the loss depends on"
-            )
+        self._foreign.clear()
 
 
 class AmpOptimizer:
@@ -410,7 +359,15 @@ class AmpOptimizer:
             maybe_print(f"Gradient overflow.  Skipping step, {scale}")
             gradients.masters.clear()
             return None
-        gradients.check_step()
+        if gradients.scaler is not None:
+            raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
+        gradients.refuse_foreign()
+        if any(p.grad is not None for p in gradients.masters.parameters):
+            raise ApexError(
+                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with "
+                "amp.scale_loss(loss, optimizers) as scaled_loss:` around every backward, with every optimizer whose "
+                "parameters the loss depends on"
+            )
         gradients.masters.follow()  # weights that were loaded into the model since
         with disable_casts():
             result = super().step(*args, **kwargs)  # type: ignore[misc]  # of the optimizer's class, mixed in
@@ -470,39 +427,39 @@ def scale_loss(
     if not isinstance(loss, Tensor):
         raise ApexError(f"scale_loss({loss!r}, …): a {type(loss).__name__} has no backward(); leave out .item()")
     stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    by_optimizer, scaler = [_gradients_of(optimizer) for optimizer in stepped], _amp_state.scaler_of(loss_id)
+    by_optimizer, scalers = [_gradients_of(optimizer) for optimizer in stepped], _amp_state.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        count = f"there are {len(scalers)} loss scalers"
+        raise ApexError(f"loss_id={loss_id}, and {count}: pass num_losses={loss_id + 1} to amp.initialize")
+    scaler = scalers[loss_id]
     has_masters = any(gradients.masters.parameters for gradients in by_optimizer)
     if not (scaler.dynamic or scaler.loss_scale() != 1.0 or has_masters):
         yield loss.float()
         return
     bystanders = [item for item in map(_gradients_of, _amp_state.optimizers) if item not in by_optimizer]
-    versions = [gradients.versions() for gradients in bystanders]
-    begun = [gradients for gradients in by_optimizer if gradients.scaler is None]
+    snapshots = [[Snapshot(p) for p in gradients.parameters()] for gradients in bystanders]
     for gradients in by_optimizer:
         gradients.begin(scaler)
     try:
         yield scaler.scaler.scale(loss.float())
     except BaseException:
-        for gradients in begun:
-            gradients.abort()
+        for gradients in by_optimizer:
+            gradients.scaler = None
+            gradients.note_foreign()
         raise
-    for gradients, before in zip(bystanders, versions):
+    for gradients, before in zip(bystanders, snapshots):
         gradients.note_foreign(before)
-    if not delay_unscale:
-        _unscale(by_optimizer, scaler, loss.device)
-
-
-def _unscale(by_optimizer: Iterable[ScaledGradients], scaler: LossScaler, device: torch.device) -> None:
-    """Divide the gradients by the scale and look for overflows, after the last backward of a block."""
+    if delay_unscale:
+        return
     for gradients in by_optimizer:
         gradients.masters.gather(free=True)
     scaled = [p.grad for gradients in by_optimizer for p in gradients.parameters() if p.grad is not None]
-    found_inf = scaler.scaler.divide(scaled, device)
+    found_inf = scaler.scaler.divide(scaled, loss.device)
+    scaler.scaler.advance(found_inf)
+    overflows = scaler.dynamic and bool(found_inf.item())
     for gradients in by_optimizer:
         gradients.end()
-    if scaler.advance(found_inf):
-        for gradients in by_optimizer:
-            gradients.overflow = scaler
+        gradients.overflow = scaler if overflows else gradients.overflow
 
 
 # -- initialize -------------------------------------------------------------------------------------------------------
@@ -540,10 +497,14 @@ def initialize(
     properties = _properties(opt_level, overrides)
     for model in model_list:
         _check_model(model)
-    _check_optimizers(optimizer_list)
-    scalers = [LossScaler(properties.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
-    for i, scaler in enumerate(scalers):
-        scaler.index = i
+    for optimizer in optimizer_list:
+        if isinstance(optimizer, AmpOptimizer) or len({*map(id, optimizer_list)}) < len(optimizer_list):
+            raise ApexError("A given optimizer should only be passed through amp.initialize once")
+        step: Callable[..., Any] | None = vars(optimizer).get("step")
+        if step is not None and "_wrapped_by_lr_sched" not in vars(step):
+            subject = f"the step of this {type(optimizer).__name__} was replaced by another library"
+            raise ApexError(f"{subject}, past which no step can be skipped: call amp.initialize first")
+    scalers = [LossScaler(properties.loss_scale, min_loss_scale, max_loss_scale, i) for i in range(num_losses)]
     _handle._deactivate()
     layer.use("amp", NATIVE.format(level=opt_level))
     _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.verbosity = properties, scalers, verbosity
@@ -551,9 +512,23 @@ def initialize(
     for name in PROPERTIES:
         maybe_print(f"{name:22} : {getattr(properties, name)}", True)
     for model in model_list:
-        _prepare_model(model, properties, cast_model_outputs)
+        dtype, output_dtype = properties.cast_model_type, cast_model_outputs
+        if isinstance(dtype, torch.dtype):
+            if dtype in LOW:
+                cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
+                for module in model.modules():
+                    module.register_state_dict_post_hook(partial(_save_in_fp32, dtype))
+            model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+            output_dtype = output_dtype or torch.float32
+        if output_dtype is not None:
+            model.register_forward_hook(partial(_cast_outputs, output_dtype), prepend=True)
     for optimizer in optimizer_list:
-        _prepare_optimizer(optimizer, properties)
+        kind = type(optimizer)
+        vars(optimizer).pop("step", None)  # a scheduler's counter, which ours replaces
+        optimizer._amp = ScaledGradients(optimizer, bool(properties.master_weights))
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        optimizer.__class__ = type(kind.__name__, (AmpOptimizer, kind), body)
+        _amp_state.optimizers.add(optimizer)
     if properties.patch_torch_functions:
         devices = [p.device for model in model_list for p in model.parameters()]
         _handle.activate(devices[0] if devices else torch.device("cpu"))
@@ -577,40 +552,6 @@ def _check_model(model: nn.Module) -> None:
                 "do not need to call .half() on your model before passing it, no matter what optimization level you "
                 "choose"
             )
-
-
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, AmpOptimizer) or len({*map(id, optimizers)}) < len(optimizers):
-            raise ApexError("A given optimizer should only be passed through amp.initialize once")
-        step: Callable[..., Any] | None = vars(optimizer).get("step")
-        if step is not None and "_wrapped_by_lr_sched" not in vars(step):
-            subject = f"the step of this {type(optimizer).__name__} was replaced by another library"
-            raise ApexError(f"{subject}, past which no step can be skipped: call amp.initialize first")
-
-
-def _prepare_optimizer(optimizer: Any, properties: Properties) -> None:
-    """Give `optimizer` masters, where the level has them, and a step that may be skipped."""
-    kind = type(optimizer)
-    vars(optimizer).pop("step", None)  # a scheduler's counter, which ours replaces
-    optimizer._amp = ScaledGradients(optimizer, bool(properties.master_weights))
-    body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    optimizer.__class__ = type(kind.__name__, (AmpOptimizer, kind), body)
-    _amp_state.optimizers.add(optimizer)
-
-
-def _prepare_model(model: nn.Module, properties: Properties, output_dtype: torch.dtype | None) -> None:
-    """Cast `model`'s parameters, inputs and outputs; for ``output_dtype=None`` these to fp32 where inputs are cast."""
-    dtype = properties.cast_model_type
-    if isinstance(dtype, torch.dtype):
-        if dtype in LOW:
-            cast_model(model, dtype, bool(properties.keep_batchnorm_fp32))
-            for module in model.modules():
-                module.register_state_dict_post_hook(partial(_save_in_fp32, dtype))
-        model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-        output_dtype = output_dtype or torch.float32
-    if output_dtype is not None:
-        model.register_forward_hook(partial(_cast_outputs, output_dtype), prepend=True)
 
 
 # Functions of the module, so that models with these hooks can be pickled.

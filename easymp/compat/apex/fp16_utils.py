@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import RefusedError
 from ...precision.levels import cast, cast_model
 from .amp import layer
 
@@ -64,33 +65,23 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters, and fp32 masters of them; with `flat_master` one for all."""
+    """The trainable parameters, and fp32 masters of them."""
+    if flat_master:
+        raise RefusedError("flat_master=True: leave it out; torch's optimizers step many tensors at once by foreach")
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    if not flat_master:
-        return params, [p.detach().clone().float().requires_grad_() for p in params]
-    master = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())
-    master.grad = torch.zeros_like(master)
-    return params, [master]
+    return params, [p.detach().clone().float().requires_grad_() for p in params]
 
 
-@torch.no_grad()
 def model_grads_to_master_grads(model_params: Any, master_params: Any, flat_master: bool = False) -> None:
     """Copy the model's gradients to the masters, in fp32."""
-    grads = [p.grad for p in model_params]
-    if flat_master:
-        filled = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        grads = [torch.cat([grad.reshape(-1) for grad in filled])]
-    for master, grad in zip(master_params, grads):
-        master.grad = None if grad is None else grad.detach().clone().float()
+    for parameter, master in zip(model_params, master_params):
+        master.grad = None if parameter.grad is None else parameter.grad.detach().clone().float()
 
 
 @torch.no_grad()
 def master_params_to_model_params(model_params: Any, master_params: Any, flat_master: bool = False) -> None:
     """Copy the masters to the model's parameters, rounded."""
-    if flat_master:
-        master_params = master_params[0].split([p.numel() for p in model_params])
-    for parameter, master in zip(model_params, master_params):
-        parameter.copy_(master.view_as(parameter))
+    torch._foreach_copy_(list(model_params), list(master_params))
 
 
 def to_python_float(t: Any) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,10 +12,11 @@ from .amp import layer
 
 __all__ = [
     "FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
-    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
+    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
 ]  # fmt: skip
-__getattr__ = layer.absent("apex.normalization", {}, lambda: __all__)
+ABSENT = {"manual_rms_norm": "use torch.nn.functional.rms_norm"}
+__getattr__ = layer.absent("apex.normalization", ABSENT, lambda: __all__)
 
 Shape = int | Sequence[int]
 
@@ -29,13 +28,19 @@ def _sizes(shape: Shape, memory_efficient: bool = False) -> list[int]:
 
 
 class _ApexNorm(nn.Module):
-    """Base before torch's class, for Apex's arguments."""
+    """Base before torch's class, for Apex's arguments. `mixed` outputs have the type of the weights."""
+
+    weight: nn.Parameter
+    mixed = False
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(_sizes(normalized_shape, memory_efficient), eps, elementwise_affine)
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input.to(self.weight.dtype) if self.mixed else input)
 
 
 class FusedLayerNorm(_ApexNorm, nn.LayerNorm):
@@ -46,24 +51,16 @@ class FusedRMSNorm(_ApexNorm, nn.RMSNorm):
     """torch.nn.RMSNorm."""
 
 
-class _MixedNorm(_ApexNorm):
-    """Base before one of these, with outputs of the type of the weights."""
-
-    weight: nn.Parameter
-
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
-    def forward(self, input: Tensor) -> Any:
-        return super().forward(input.to(self.weight.dtype))
-
-
-class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
+class MixedFusedLayerNorm(FusedLayerNorm):
     """LayerNorm with outputs of the type of its weights."""
 
+    mixed = True
 
-class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
+
+class MixedFusedRMSNorm(FusedRMSNorm):
     """RMSNorm with outputs of the type of its weights."""
+
+    mixed = True
 
 
 def fused_layer_norm_affine(
@@ -92,20 +89,11 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
     return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 
 
-def _in_type_of_weight(affine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(affine)
-    def norm(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return affine(input.to(weight.dtype), weight, *args, **kwargs)
-
-    return norm
+def mixed_dtype_fused_layer_norm_affine(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As `fused_layer_norm_affine`, in the type of `weight`."""
+    return fused_layer_norm_affine(input.to(weight.dtype), weight, *args, **kwargs)
 
 
-mixed_dtype_fused_layer_norm_affine = _in_type_of_weight(fused_layer_norm_affine)
-mixed_dtype_fused_rms_norm_affine = _in_type_of_weight(fused_rms_norm_affine)
-
-
-def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS-norm as a formula: input / sqrt(mean(input²) + eps), the mean in fp32, times `weight` where it is given."""
-    dims = tuple(range(-len(_sizes(normalized_shape)), 0))
-    normal = input * torch.rsqrt(input.float().square().mean(dims, keepdim=True) + eps)
-    return normal if weight is None else weight * normal.to(weight.dtype)
+def mixed_dtype_fused_rms_norm_affine(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As `fused_rms_norm_affine`, in the type of `weight`."""
+    return fused_rms_norm_affine(input.to(weight.dtype), weight, *args, **kwargs)

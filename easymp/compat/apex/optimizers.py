@@ -8,23 +8,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from ...cuda import complete
 from ...optim import Engine, EngineOptions, OwnOptimizer, fuse, rules
-from ...optim.rule_optimizers import LAMB, NovoGrad, RuleOptimizer
+from ...optim.rule_optimizers import LAMB, NovoGrad
 from ...optim.torch_step import fill_momentum, multiply, parameters_of, step_without_hooks, swapped
 from ...precision.policies import LOW
-from ...precision.scaler import inverse
 from .amp import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
-UNCORRECTED = 2.0**23  # steps, whose successors are exact in float32, after which 1 - beta^steps is 1
 BY_AMP = {"FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2')"}
 REQUIRED: Any = required  # torch's mark of an argument without a default
 __getattr__ = layer.absent("apex.optimizers", BY_AMP, lambda: __all__)
@@ -33,49 +29,36 @@ __getattr__ = layer.absent("apex.optimizers", BY_AMP, lambda: __all__)
 class _ApexOptimizer(OwnOptimizer):
     """Base of Apex's optimizers."""
 
-    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # that steps; None: our class that is another base
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose fused step serves fp32 parameters
     _set_grad_none = True  # `zero_grad` frees gradients by default
     _decoupled_decay = False  # weight decay multiplies the weights by 1 - lr × decay before the rule, without it
     _keeps_masters = False  # half parameters are stepped as fp32 copies, which are "master_param" in the state
     _unscales_in_memory = False  # a loss scale is divided out of `.grad`, too
     _written_versions: dict[Tensor, int]  # parameter → its version when it was written from its copy
-    _engine: tuple[tuple[Any, ...], Engine] | None = None  # with the facts that it was chosen by
+    _engine: tuple[Any, Engine] | None = None  # with the facts that it was chosen by
 
     @property
     def engine(self) -> Engine:
         """Runs the step inside of this one, with fp32 states, where parameters are now, which amp may make half."""
-        parameters = parameters_of(self)
-        low = any(p.dtype in LOW for p in parameters)
-        first = parameters[0] if parameters else None
+        groups, parameters = self.param_groups, parameters_of(self)
+        by_rule = self.torch_class is None or any(p.dtype in LOW for p in parameters)
+        by_rule = by_rule or not all(
+            group.get("bias_correction", True) for group in groups
+        )  # which torch does not know
         # A copy of this optimizer chooses for itself.
-        facts = id(self), low, type(first), None if first is None else first.device
+        facts = id(self), by_rule, [(type(p), p.device) for p in parameters[:1]]
         if self._engine is None or self._engine[0] != facts:
-            if self.torch_class is not None and not low:
-                fuse(self, kind=self.torch_class)
+            fused = all(group.get("fused") for group in groups)
+            by_rule = by_rule or not (fused or fuse(self, kind=self.torch_class) is None)
             own: Any = weakref.proxy(self)  # makes no cycle
-            options = EngineOptions(state_dtype=torch.float32) if low else EngineOptions()
-            free = not any(group.get("fused") is False for group in self.param_groups)
-            plain = partial(type(self)._step_by_torch, own)
-            self._engine = facts, Engine(own, options, self.counting, free=free, rule=self.rule, plain=plain)
+            options = EngineOptions(state_dtype=torch.float32 if by_rule else None)
+
+            def step_by_torch() -> None:
+                fill_momentum(own, own.torch_class)
+                step_without_hooks(own.torch_class)(own)
+
+            self._engine = facts, Engine(own, options, self.counting, rule=self.rule, plain=step_by_torch)
         return self._engine[1]
-
-    def _step_by_torch(self) -> None:
-        """The step of the class below, by `grad_scale` and `found_inf`."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        factor = None if scale is None else inverse(scale)
-        if self.torch_class is None:
-            return RuleOptimizer.advance(self, factor, found_inf)  # type: ignore[arg-type]  # the other base is one
-        if not all(group.get("fused") for group in self.param_groups):
-            if found_inf is not None and found_inf.item():
-                return None
-            self._multiply_gradients(factor)
-        fill_momentum(self, self.torch_class)
-        step_without_hooks(self.torch_class)(self)
-        return None
-
-    def _multiply_gradients(self, factor: Tensor | None) -> None:
-        if factor is not None:
-            multiply([p.grad for p in parameters_of(self) if p.grad is not None], factor)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         if used := ", ".join(f"{name}=…" for name, value in options.items() if value is not None):
@@ -91,10 +74,11 @@ class _ApexOptimizer(OwnOptimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        if any(p.grad is not None and p.grad.is_sparse for p in parameters_of(self)):
+        gradients = [p.grad for p in parameters_of(self) if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
             raise ApexError(f"{type(self).__name__} does not support sparse gradients: use SparseAdam")
-        if self._unscales_in_memory:
-            self._multiply_gradients(factor)
+        if self._unscales_in_memory and factor is not None:
+            multiply(gradients, factor)
             factor = None
         with self._stepping_masters() if self._keeps_masters else nullcontext():
             if not self._decoupled_decay:
@@ -163,20 +147,6 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ApexError("FusedAdam cannot step in a CUDA graph: use torch.optim.AdamW(capturable=True)")
         super().advance(factor, found_inf)
-
-    def _step_by_torch(self) -> None:
-        # torch's step has no option bias_correction. After very many steps it corrects nothing.
-        counters = []
-        for group in self.param_groups:
-            for p in group["params"] if not group.get("bias_correction", True) else ():
-                if p.grad is not None:
-                    complete(rules.ADAM, group, p, self.state[p])
-                    counters.append(self.state[p]["step"])
-        for counter in counters:
-            counter += UNCORRECTED
-        super()._step_by_torch()
-        for counter in counters:
-            counter -= UNCORRECTED
 
 
 class FusedSGD(_ApexOptimizer, torch.optim.SGD):

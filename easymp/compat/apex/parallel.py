@@ -38,9 +38,7 @@ class LARC(larc.LARC):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if isinstance(self.optim, AmpOptimizer):
-            self.optim.zero_grad(set_to_none)
-        super().zero_grad(set_to_none)
+        self.optim.zero_grad(set_to_none)
 
 
 class SyncBatchNorm(batchnorm.SyncBatchNorm):
@@ -120,8 +118,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError("retain_allreduce_buffers, allreduce_communicators: both are torch's; omit them")
-        if not gradient_predivide_factor > 0 or message_size < 1:
-            raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")
         options = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
         layer.ignore({name: reason for (name, reason), value in zip(WITHOUT_EFFECT.items(), options) if value})
         layer.use("parallel.DistributedDataParallel", NATIVE)
@@ -129,15 +125,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         with warnings.catch_warnings():
             # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            # Without buffers: scripts may call the model twice before a backward, and the graph's tensors must stay.
             super().__init__(
-                module,
-                device_ids=device_ids,
-                output_device=output_device,
-                # scripts may call the model twice before a backward: the graph's tensors must stay
-                broadcast_buffers=False,
-                bucket_cap_mb=bucket,
+                module, device_ids, output_device, broadcast_buffers=False, bucket_cap_mb=bucket,
                 find_unused_parameters=find_unused_parameters or delay_allreduce,
-            )
+            )  # fmt: skip
         before = float(gradient_predivide_factor)
         after = dist.get_world_size() / before if gradient_average else 1.0
         dtype = torch.float32 if allreduce_always_fp32 else None
