@@ -98,6 +98,14 @@ class Run:
         self.name_counts[kind, process_set.process_set_id] += 1
         return f"noname.{self.name_counts[kind, process_set.process_set_id]}"
 
+    def submit(self, operations: list[Pending], grouped: bool = False) -> int:
+        """Request operations; returns a handle for all of them."""
+        for pending in operations:
+            self.engine.submit(pending)
+        handle = next(self.handle_numbers)
+        self.handles[handle] = operations, grouped
+        return handle
+
     def members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Ranks of a process set that was added and that this process is part of; ``()`` for all."""
         if not isinstance(process_set, ProcessSet):

@@ -1,8 +1,8 @@
 """Operations by name: ranks may request them in different orders, and all ranks execute them in one sequence.
 
-Each rank writes its requests to the store. Rank 0 writes an order for each operation that every rank has requested. A
-thread of each rank executes the orders by torch.distributed while the program goes on. Threads sleep in the store, so
-there is no polling. Reductions that are ordered together are executed as one.
+Each rank puts its requests into a queue of the store. Rank 0 puts an order into every rank's queue for each operation
+that every rank has requested. A thread of each rank executes the orders by torch.distributed while the program goes on.
+Threads sleep in the store, so there is no polling. Reductions that are ordered together are executed as one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +28,6 @@ from ...errors import WorldError
 FOREVER = timedelta(days=30)
 FUSION_BYTES = 64 << 20  # reduced as one at most
 RAGGED = ("allgather", "alltoall")  # dimension 0 may differ between the ranks
-REDUCTION_FIELDS = ("shape", "dtype", "op", "prescale", "postscale", "device")
-# Fields of a request that must be equal on all ranks, by kind of operation.
-EQUAL_FIELDS: dict[str, tuple[str, ...]] = {
-    "allreduce": REDUCTION_FIELDS,
-    "reducescatter": REDUCTION_FIELDS,
-    "allgather": ("dtype", "device"),
-    "alltoall": ("dtype", "device"),
-    "broadcast": ("shape", "dtype", "root", "device"),
-    "barrier": (),
-}
 
 
 class HorovodInternalError(WorldError):
@@ -58,7 +47,7 @@ class Request(NamedTuple):
     """One operation of one rank."""
 
     name: str  # the same on all ranks; the reason for leaving, for the kind "leave"
-    kind: str  # a key of `EQUAL_FIELDS`, "join" or "leave"
+    kind: str  # a method of `Collectives`, "join" or "leave"
     ranks: Sequence[int] = ()  # of its process set; empty for all ranks
     shape: Sequence[int] = ()
     dtype: str = ""
@@ -90,25 +79,22 @@ class Table:
         self.size = size
         self.joined: list[int] = []  # ranks without more data, in the order of their calls of `join`
         self.departures: dict[int, str] = {}  # rank that shut down → its reason; later requests fail
-        self._leave_orders: list[Order] = []
         self._waiting: dict[Any, dict[int, Request]] = {}
 
-    def add(self, rank: int, requests: Sequence[Request]) -> None:
+    def add(self, rank: int, requests: Sequence[Request]) -> list[Order]:
+        """Take requests of a rank; returns the operations that every rank has requested now, then departures."""
+        orders, departures = [], []
         for request in requests:
             if request.kind == "join":
                 self.joined.append(rank)
             elif request.kind == "leave":
                 self.departures[rank] = request.name
-                self._leave_orders.append(Order(Request(request.name, "leave", root=rank)))
+                departures.append(Order(request._replace(root=rank)))
             else:
                 self._waiting.setdefault(request.key, {})[rank] = request
-
-    def ready_orders(self) -> list[Order]:
-        """Remove and return the operations that every rank has requested, then the departures of ranks."""
-        orders = []
-        for (name, ranks), requests in list(self._waiting.items()):
+        for (name, ranks), by_rank in list(self._waiting.items()):
             joined = [] if ranks else self.joined  # a rank that joined still takes part in its process sets
-            if len(requests.keys() | set(joined)) == (len(ranks) or self.size):
+            if len(by_rank.keys() | set(joined)) == (len(ranks) or self.size):
                 orders.append(make_order(self._waiting.pop((name, ranks)), joined))
         if len(self.joined) == self.size:
             orders.append(Order(Request("join", "join", root=self.joined[-1])))
@@ -116,36 +102,31 @@ class Table:
         if self.departures:  # every waiting operation fails
             reason = "; ".join(f"rank {rank} has left ({reason})" for rank, reason in self.departures.items())
             reason += ". A rank that only runs out of data calls hvd.join() first"
-            waiting = [next(iter(requests.values())) for requests in self._waiting.values()]
-            if self.joined:
-                waiting.append(Request("join", "join"))
+            waiting = [next(iter(by_rank.values())) for by_rank in self._waiting.values()]
+            waiting += [Request("join", "join")] if self.joined else []
             orders += [Order(request, error=f"{request.name}: {reason}") for request in waiting]
             self._waiting.clear()
             self.joined.clear()
-        orders += self._leave_orders
-        self._leave_orders.clear()
-        return orders
+        return orders + departures
 
 
 def make_order(requests_by_rank: Mapping[int, Request], joined: Sequence[int] = ()) -> Order:
     """The order for the ranks' requests of one name, with an error where they do not fit together."""
     ranks, requests = zip(*sorted(requests_by_rank.items()))
     request: Request = requests[0]
-    kind, shapes = request.kind, [request.shape for request in requests]
-    fields = {name: [getattr(request, name) for request in requests] for name in EQUAL_FIELDS[kind]}
+    kind, error = request.kind, ""
+    facts = {name: [getattr(request, name) for request in requests] for name in Request._fields if name != "splits"}
     if kind in RAGGED:
-        fields["shape, beyond dimension 0"] = [shape[1:] for shape in shapes]
-    different = next((name for name, values in fields.items() if any(value != values[0] for value in values)), None)
-    error = ""
-    if kind in RAGGED and not all(shapes):
+        facts["shape, beyond dimension 0"] = [shape[1:] for shape in facts.pop("shape")]
+    different = next((name for name, values in facts.items() if any(value != values[0] for value in values)), None)
+    if kind in RAGGED and not all(request.shape for request in requests):
         error = "a scalar has no dimension 0: pass tensor[None]"
     elif different is not None:
-        error = f"the ranks' calls differ in {different}: {odd_one_out(fields[different], ranks=ranks)}"
+        error = f"the ranks' calls differ in {different}: {odd_one_out(facts[different], ranks=ranks)}"
     elif joined and kind not in ("allreduce", "barrier"):
         error = f"{kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
-    if error:
-        return Order(request, error=f"{request.name}: {error}")
-    return Order(request, [shape[:1] for shape in shapes] if kind == "allgather" else [r.splits for r in requests])
+    rows = [request.shape[:1] if kind == "allgather" else request.splits for request in requests]
+    return Order(request, rows, error and f"{request.name}: {error}")
 
 
 def fusion_batches(orders: Sequence[Order]) -> Iterator[list[Order]]:
@@ -155,9 +136,9 @@ def fusion_batches(orders: Sequence[Order]) -> Iterator[list[Order]]:
     for order in orders:
         request = order.request
         fuses = request.kind == "allreduce" and request.op != "Adasum" and not order.error
-        kind = request._replace(name="", shape=()) if fuses else None
+        kind = request._replace(name="", shape=()) if fuses else request
         size = getattr(torch, request.dtype or "uint8").itemsize * torch.Size(request.shape).numel()
-        if batch and (kind is None or kind != batch_kind or batch_bytes + size > FUSION_BYTES):
+        if batch and (kind != batch_kind or batch_bytes + size > FUSION_BYTES):
             yield batch
             batch, batch_bytes = [], 0
         batch.append(order)
@@ -177,37 +158,31 @@ class Collectives:
         self._rank = list(ranks).index(rank)
 
     def execute(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """New tensors with the results of a batch of `fusion_batches`."""
-        request = orders[0].request
+        """New tensors with the results of a batch of `fusion_batches`; callers may change them in place."""
         if len(tensors) == 1:
-            return [getattr(self, request.kind)(orders[0], tensors[0])]
-        flat = self._reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), request)
+            return [getattr(self, orders[0].request.kind)(orders[0], tensors[0])]
+        flat = self.allreduce(orders[0], torch.cat([tensor.reshape(-1) for tensor in tensors]))
         # Clones, so that a small result does not hold the memory of all.
         return [result.clone() for result in _unflatten_dense_tensors(flat, tensors)]
 
     def allreduce(self, order: Order, tensor: Tensor) -> Tensor:
-        return self._reduce(_contiguous_copy(tensor), order.request)
+        request, dtype = order.request, tensor.dtype
+        movable = dtype if dtype in MOVABLE else torch.float32 if dtype.is_floating_point else torch.int64
+        result = _scaled(tensor.contiguous().to(movable, copy=True), request.prescale)
+        if request.op == "Adasum":
+            result = adasum(self._all_gather(result))
+        elif self.group is not None:
+            dist.all_reduce(result, OPS["sum" if request.op == "Average" else request.op.lower()], group=self.group)
+        if request.op == "Average":
+            result = result.div(self._size, rounding_mode=None if result.is_floating_point() else "trunc")
+        return _scaled(result, request.postscale).to(dtype)
 
     def reducescatter(self, order: Order, tensor: Tensor) -> Tensor:
         # Earlier ranks get one row more, where the size does not divide.
-        reduced = self._reduce(_contiguous_copy(tensor), order.request)
-        return _contiguous_copy(reduced.tensor_split(self._size)[self._rank])
+        return self.allreduce(order, tensor).tensor_split(self._size)[self._rank].clone()
 
     def barrier(self, order: Order, tensor: Tensor) -> None:
         self._all_gather(tensor)
-
-    def _reduce(self, tensor: Tensor, request: Request) -> Tensor:
-        dtype = tensor.dtype
-        if dtype not in MOVABLE:
-            tensor = tensor.to(torch.float32 if dtype.is_floating_point else torch.int64)
-        tensor = _scaled(tensor, request.prescale)
-        if request.op == "Adasum":
-            tensor = adasum(self._all_gather(tensor))
-        elif self.group is not None:
-            dist.all_reduce(tensor, OPS["sum" if request.op == "Average" else request.op.lower()], group=self.group)
-        if request.op == "Average":
-            tensor = tensor.div(self._size, rounding_mode=None if tensor.is_floating_point() else "trunc")
-        return _scaled(tensor, request.postscale).to(dtype)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         if self.group is None:
@@ -228,32 +203,22 @@ class Collectives:
         return torch.cat([padded[:length] for padded, length in zip(tensors, lengths)])
 
     def broadcast(self, order: Order, tensor: Tensor) -> Tensor:
-        result = _contiguous_copy(tensor)
+        result = tensor.contiguous().clone()
         if self.group is not None and result.numel():
             dist.broadcast(result.reshape(-1).view(torch.uint8), order.request.root, group=self.group)
         return result
 
     def alltoall(self, order: Order, tensor: Tensor) -> Tensor:
-        rows_in = [splits[self._rank] for splits in order.rows]
-        rows_out = order.rows[self._rank]
-        sent = _contiguous_copy(tensor[: sum(rows_out)])
+        rows_in, rows_out = [splits[self._rank] for splits in order.rows], order.rows[self._rank]
+        sent = tensor[: sum(rows_out)].contiguous().clone()
         if self.group is None:
             return sent
         received = tensor.new_empty((sum(rows_in), *tensor.shape[1:]))
         row_bytes = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()
-        dist.all_to_all_single(
-            received.reshape(-1).view(torch.uint8),
-            sent.reshape(-1).view(torch.uint8),
-            output_split_sizes=[row_bytes * rows for rows in rows_in],
-            input_split_sizes=[row_bytes * rows for rows in rows_out],
-            group=self.group,
-        )
+        buffers = [data.reshape(-1).view(torch.uint8) for data in (received, sent)]
+        sizes = [[row_bytes * rows for rows in side] for side in (rows_in, rows_out)]
+        dist.all_to_all_single(*buffers, *sizes, group=self.group)
         return received
-
-
-def _contiguous_copy(tensor: Tensor) -> Tensor:
-    """A copy, since callers may change results in place, under autograd too."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -302,17 +267,22 @@ class Engine:
         self._lock = threading.Lock()
         self._failure = ""  # of all later operations
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._table = Table(world.size)
         self._collectives: dict[tuple[int, ...], Collectives] = {}
         self.open(())
+        self._threads: dict[str, threading.Thread] = {}
+        loops = {"requests": self._send_requests, "orders": self._execute_orders, "table": self._write_orders}
         if world.size == 1:
             return
         number = world.store().add(f"horovod/{world.rank}", 1)
-        self._start("requests", self._send_requests, number)
-        self._start("orders", self._execute_orders, number)
-        if world.rank == 0:
-            self._start("table", self._write_orders, number)
+        for name, loop in loops.items():
+            if name == "table" and world.rank:
+                continue
+            store = dist.PrefixStore(f"horovod/{number}", world.store())  # the thread's own connection
+            store.set_timeout(FOREVER)
+            thread = threading.Thread(target=self._run, args=(loop, store), name=f"easymp-horovod-{name}", daemon=True)
+            self._threads[name] = thread
+            thread.start()
 
     def open(self, ranks: Sequence[int]) -> None:
         """Connect these ranks, or all of them for ``()``; every rank calls it."""
@@ -325,19 +295,6 @@ class Engine:
         collectives = self._collectives.pop(tuple(ranks), None)
         if collectives is not None and collectives.group is not None:
             dist.destroy_process_group(collectives.group)
-
-    def _start(self, name: str, loop: Callable[[dist.Store], None], number: int) -> None:
-        store = dist.PrefixStore(f"horovod/{number}", self._world.store())  # the thread's own connection
-
-        def guarded() -> None:
-            try:
-                loop(store)
-            except Exception as error:
-                self._fail_all(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-        thread = threading.Thread(target=guarded, name=f"easymp-horovod-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     # -- on the program's thread
 
@@ -355,8 +312,7 @@ class Engine:
         if self._threads:
             self._requests.put(request)
         else:
-            self._table.add(0, [request])
-            self._execute(self._table.ready_orders())
+            self._execute(self._table.add(0, [request]))
 
     def wait(self, pending: Pending) -> Any:
         """The result, once all ranks have requested the operation."""
@@ -381,56 +337,48 @@ class Engine:
         if not self._threads:
             return
         self._requests.put(Request(reason, "leave"))
-        for thread in self._threads:
-            thread.join(patience if thread.name.endswith("table") else 5.0)
+        for name, thread in self._threads.items():
+            thread.join(patience if name == "table" else 5.0)
         self._fail_all(f"this rank has left: {reason}")
 
     # -- on the engine's threads
 
+    def _run(self, loop: Callable[[dist.Store], None], store: dist.Store) -> None:
+        try:
+            loop(store)
+        except Exception as error:
+            self._fail_all(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
     def _send_requests(self, store: dist.Store) -> None:
-        """Write requests to the store, one ticket for all that are queued."""
-        while True:
+        """Put requests into rank 0's queue, all together that have come meanwhile."""
+        kind = ""
+        while kind != "leave":
             requests = [self._requests.get()]
             while not self._requests.empty():
                 requests.append(self._requests.get())
-            store.set(f"ticket/{store.add('tickets', 1)}", json.dumps([self._world.rank, requests]))
-            if requests[-1].kind == "leave":
-                return
+            kind = requests[-1].kind
+            store.queue_push("requests", json.dumps([self._world.rank, requests]))
 
     def _write_orders(self, store: dist.Store) -> None:
-        """On rank 0: read the tickets in the order of their numbers, and write batches of orders for all ranks."""
-        numbers = count(1)
-        for ticket in count(1):
-            key = f"ticket/{ticket}"
-            store.wait([key], FOREVER)
-            rank, requests = json.loads(store.get(key))
-            store.delete_key(key)
-            self._table.add(rank, [Request(*fields) for fields in requests])
-            orders = self._table.ready_orders()
-            if orders:
-                store.set(f"order/{next(numbers)}", json.dumps(orders))
-            if len(self._table.departures) == self._world.size:
-                return
+        """On rank 0: read the requests as they come, and put orders into the queues of all ranks."""
+        while len(self._table.departures) < self._world.size:
+            rank, requests = json.loads(store.queue_pop("requests"))
+            orders = self._table.add(rank, [Request(*fields) for fields in requests])
+            for receiver in range(self._world.size if orders else 0):
+                store.queue_push(f"orders/{receiver}", json.dumps(orders))
 
     def _execute_orders(self, store: dist.Store) -> None:
         cuda = self._world.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self._world.device)
+        departed: list[int] = []
         # Beside the program's stream; torch.cuda.stream(None) does nothing.
         with torch.cuda.stream(torch.cuda.Stream() if cuda else None):
-            readers = self._world.size
-            for number in count(1):
-                key = f"order/{number}"
-                store.wait([key], FOREVER)
-                orders = [Order(Request(*request), *fields) for request, *fields in json.loads(store.get(key))]
-                if store.add(f"read/{number}", 1) == readers:
-                    store.delete_key(key)
-                    store.delete_key(f"read/{number}")
+            while self._world.rank not in departed:
+                fields = json.loads(store.queue_pop(f"orders/{self._world.rank}"))
+                orders = [Order(Request(*request), *results) for request, *results in fields]
                 self._execute([order for order in orders if order.request.kind != "leave"])
                 departed = [order.request.root for order in orders if order.request.kind == "leave"]
-                readers -= len(departed)
-                if self._world.rank in departed:
-                    return
 
     def _execute(self, orders: list[Order]) -> None:
         for batch in fusion_batches([o for o in orders if tuple(o.request.ranks) in self._collectives]):
@@ -451,11 +399,20 @@ class Engine:
     @torch.no_grad()
     def _execute_batch(self, batch: list[Order], pendings: list[Pending | None]) -> list[Tensor | None]:
         """Results, computed: the program's stream need not wait for this one."""
-        collectives = self._collectives[tuple(batch[0].request.ranks)]
+        world_device, device_type = self._world.device, batch[0].request.device
+        device = world_device if device_type in ("", world_device.type) else torch.device(device_type)
+        tensors = [  # zeros for a barrier, and on a rank that joined
+            torch.zeros(
+                tuple(order.request.shape), dtype=getattr(torch, order.request.dtype or "float32"), device=device
+            )
+            if pending is None or pending.tensor is None
+            else pending.tensor
+            for order, pending in zip(batch, pendings)
+        ]
         events = [pending.input_event for pending in pendings if pending is not None and pending.input_event]
         for event in events:
             event.wait()
-        outputs = list(collectives.execute(batch, list(map(self._input, batch, pendings))))
+        outputs = list(self._collectives[tuple(batch[0].request.ranks)].execute(batch, tensors))
         for i, (pending, output) in enumerate(zip(pendings, outputs)):
             if pending is not None and pending.target is not None and output is not None:
                 outputs[i] = pending.target
@@ -463,15 +420,6 @@ class Engine:
         if events and self._threads:
             torch.cuda.current_stream().synchronize()
         return outputs
-
-    def _input(self, order: Order, pending: Pending | None) -> Tensor:
-        """The tensor of the request; zeros for a barrier and on a rank that joined."""
-        if pending is not None and pending.tensor is not None:
-            return pending.tensor
-        request, device = order.request, self._world.device
-        if request.device not in ("", device.type):
-            device = torch.device(request.device)
-        return torch.zeros(tuple(request.shape), dtype=getattr(torch, request.dtype or "float32"), device=device)
 
     def _fail_all(self, reason: str) -> None:
         """End every operation in flight, and each later one, with an error."""

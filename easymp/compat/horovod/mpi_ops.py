@@ -78,6 +78,15 @@ class _InPlace(NamedTuple):
     tensors: Any
 
 
+def _tensor_list(inputs: Any) -> list[Tensor]:
+    """One tensor, or several, as a list."""
+    tensors = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor) else [inputs]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{tensor!r} is a {type(tensor).__name__}: pass a tensor, as torch.tensor({tensor!r})")
+    return tensors
+
+
 def _request(
     kind: str, inputs: Any, name: str | None, process_set: ProcessSet, finish: Any = None, **fields: Any
 ) -> int:
@@ -97,25 +106,7 @@ def _request(
         dtype = str(tensor.dtype).removeprefix("torch.")
         request = Request(member_name, kind, ranks, tuple(tensor.shape), dtype, tensor.device.type, **fields)
         operations.append(Pending(request, tensor.detach(), tensor if in_place else None, finish))
-    return _submit(operations, grouped)
-
-
-def _tensor_list(inputs: Any) -> list[Tensor]:
-    """One tensor, or several, as a list."""
-    tensors = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor) else [inputs]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{tensor!r} is a {type(tensor).__name__}: pass a tensor, as torch.tensor({tensor!r})")
-    return tensors
-
-
-def _submit(operations: list[Pending], grouped: bool = False) -> int:
-    run = running()
-    for pending in operations:
-        run.engine.submit(pending)
-    handle = next(run.handle_numbers)
-    run.handles[handle] = operations, grouped
-    return handle
+    return run.submit(operations, grouped)
 
 
 def _variant(function: Any, name: str, note: str, in_place: bool = False, wait: bool = False) -> Callable[..., Any]:
@@ -213,10 +204,8 @@ def alltoall_async(
         device = splits.device
         if splits.dtype != torch.int32 or splits.ndim != 1:
             raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
-    if splits is None and length % ranks:
-        raise ValueError(f"alltoall without splits: {length} rows do not divide among {ranks} ranks")
     rows = [length // ranks] * ranks if splits is None else [index(split) for split in splits]
-    if len(rows) != ranks or min(rows) < 0 or sum(rows) > length:
+    if len(rows) != ranks or min(rows) < 0 or sum(rows) > length or (splits is None and length % ranks):
         raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
 
     def finish(output: Tensor, order: Order) -> tuple[Tensor, Tensor]:
@@ -355,7 +344,7 @@ grouped_reducescatter = _variant(reducescatter, "grouped_reducescatter", SEVERAL
 def join(device: int = -1) -> int:
     """Say that this rank has no more data: it reduces zeros until all say so. Returns the rank that joined last."""
     operation = Pending(Request("join", "join"), finish=lambda _, order: order.request.root)
-    last_rank: int = synchronize(_submit([operation]))
+    last_rank: int = synchronize(running().submit([operation]))
     running().name_counts.clear()  # the ranks have requested different numbers of operations without a name
     return last_rank
 
@@ -364,4 +353,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank is here."""
     run = running()
     name = f"barrier.{run.next_name('barrier', process_set)}"
-    synchronize(_submit([Pending(Request(name, "barrier", run.members(process_set), (1,)))]))
+    synchronize(run.submit([Pending(Request(name, "barrier", run.members(process_set), (1,)))]))

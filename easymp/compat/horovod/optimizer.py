@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
-from ...base.pytree import leaves, map_leaves
+from ...base.pytree import map_leaves
 from ...errors import RefusedError, SettingError
 from .basics import ProcessSet, global_process_set, layer, rank, running
 from .engine import HorovodInternalError, Op
@@ -51,16 +50,7 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
-    if num_groups:
-        warnings.warn("`num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
-    if groups := groups or num_groups:
-        if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        parameters = [p for group in groups for p in group] if isinstance(groups, list) else []
-        if any(not isinstance(parameter, Tensor) for parameter in parameters):
-            raise ValueError("groups must consist of torch.Tensor.")
-        if len(set(parameters)) < len(parameters):
-            raise ValueError("A parameter can only appear once in groups.")
+    if groups or num_groups:
         layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
     adasum = op == Adasum and running().world.size > 1
     if adasum and process_set is not global_process_set:
@@ -113,7 +103,7 @@ class _Distributed:
     _hooked: set[Tensor]
 
     def _register_hooks(self: Any) -> None:
-        """Register hooks on all parameters, for as long as the optimizer lives."""
+        """On all parameters, for as long as the optimizer lives."""
         arrived: Any = weakref.WeakMethod(self._gradient_arrived)
         for parameter in self._names if self._active else ():
             if parameter.requires_grad and parameter not in self._hooked:
@@ -292,16 +282,10 @@ def broadcast_optimizer_state(
     """Load root's state and param groups (learning rates, …) on every rank, without a step. `model` has no effect."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RefusedError("cannot broadcast torch.optim.LBFGS state: start it anew on every rank")
-    state = optimizer.state_dict()
-    device_types = [leaf.device.type for leaf in leaves(state) if isinstance(leaf, Tensor)]
-    skeleton = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
-    skeleton, device_types = broadcast_object((skeleton, device_types), root_rank)
-    if rank() != root_rank:
-        devices = iter(device_types)
-        state = map_leaves(
-            lambda leaf: torch.empty_like(leaf, device=next(devices)) if isinstance(leaf, Tensor) else leaf, skeleton
-        )
-    broadcast_parameters([(f"state.{i}", leaf) for i, leaf in enumerate(leaves(state))], root_rank)
+    state = None
+    if rank() == root_rank:  # on the host: the other ranks do not have root's GPU
+        state = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, optimizer.state_dict())
+    state = broadcast_object(state, root_rank)
     if rank() != root_rank:
         optimizer.load_state_dict(state)
 
@@ -328,4 +312,4 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def _pickled(obj: Any) -> Tensor:
-    return torch.from_numpy(numpy.frombuffer(pickle.dumps(obj), numpy.uint8).copy())
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
