@@ -6,10 +6,10 @@ ranks' gradients one after the other, times their number for a sum.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter
 from operator import index
 from typing import Any, NamedTuple
 
@@ -109,32 +109,76 @@ def _request(
     return run.submit(operations, grouped)
 
 
-def _variant(function: Any, name: str, note: str, in_place: bool = False, wait: bool = False) -> Callable[..., Any]:
-    """`function` by another name, which takes several tensors, writes into its tensors, or waits for its handle."""
-    signature = inspect.signature(function)
-    if name.startswith("grouped"):
-        tensor, *parameters = signature.parameters.values()
-        signature = signature.replace(parameters=[tensor.replace(name="tensors"), *parameters])
+# -- operations, in their public forms below
 
-    @functools.wraps(function)
-    def variant(*args: Any, **kwargs: Any) -> Any:
+
+class _Operation(NamedTuple):
+    """A call of an operation. Both functions take one tensor or several; `backward` has lists."""
+
+    request: Callable[[Any], int]  # to a handle
+    backward: Callable[[list[Tensor]], Any]  # from the gradients of the results to those of the inputs
+
+
+class _Flow(torch.autograd.Function):
+    """Tensors by `forward`, and their gradients by `backward`; both map a list of tensors to as many."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> Any:
+        ctx.flow_back = backward
+        return tuple(forward(list(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *ctx.flow_back(list(grads))
+
+
+def _differentiable(inputs: Any, forward: Any, backward: Any, compression: Any) -> Any:
+    """`forward` of one tensor or several, inside of a compression; `backward` maps the list of their gradients."""
+    single, tensors = isinstance(inputs, Tensor), _tensor_list(inputs)
+    if not tensors:
+        return []
+    compressed, contexts = zip(*map(compression.compress, tensors))
+    forward_list = (lambda tensors: [forward(tensors[0])]) if single else forward
+    results = _Flow.apply(forward_list, backward, *compressed)  # type: ignore[no-untyped-call]  # torch has no types
+    outputs = list(map(compression.decompress, results, contexts))
+    return outputs[0] if single else outputs
+
+
+def _public(operation: Callable[..., _Operation], name: str) -> Callable[..., Any]:
+    """The form of `operation` with this public name, which says what it does.
+
+    ``_async`` returns a handle in place of the result, a final ``_`` writes into the tensors themselves, ``grouped_``
+    takes several tensors. The others are differentiable, and those of a reduction have the parameter `compression`.
+    """
+    grouped, in_place = name.startswith("grouped_"), name.endswith("_")
+    flows = not in_place and not name.endswith("_async")
+    signature = inspect.signature(operation)
+    first, *parameters = signature.parameters.values()
+    if flows and "prescale_factor" in signature.parameters:
+        place = [parameter.name for parameter in parameters].index("name") + 1
+        parameters.insert(place, Parameter("compression", Parameter.POSITIONAL_OR_KEYWORD, default=Compression.none))
+    signature = signature.replace(parameters=[first.replace(name="tensors") if grouped else first, *parameters])
+
+    def form(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        inputs, *arguments = bound.args
-        result = function(_InPlace(inputs) if in_place else inputs, *arguments, **bound.kwargs)
-        return synchronize(result) if wait else result
+        compression = bound.arguments.pop("compression", Compression.none)
+        inputs = bound.arguments.pop(next(iter(bound.arguments)))
+        request, backward = operation(inputs, **bound.arguments)
+        if flows:
+            return _differentiable(inputs, lambda tensors: synchronize(request(tensors)), backward, compression)
+        handle = request(_InPlace(inputs) if in_place else inputs)
+        return handle if "_async" in name else synchronize(handle)
 
-    variant.__name__ = variant.__qualname__ = name
-    variant.__doc__ = f"As `{function.__name__}`, {note}."
-    vars(variant)["__signature__"] = signature
-    return variant
+    form.__name__ = form.__qualname__ = name
+    form.__doc__ = operation.__doc__
+    vars(form)["__signature__"] = signature
+    return form
 
 
-# -- asynchronous operations
-
-
-def _request_reduction(
-    kind: str, tensors: Any, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet
-) -> int:
+def _reduction(
+    kind: str, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet
+) -> Callable[[Any], int]:
+    """The request of a reduction, with checked options."""
     if op not in tuple(Op) or (kind == "reducescatter" and op not in (Average, Sum)):
         ops = "Average, Sum, Adasum, Min, Max, Product" if kind == "allreduce" else "Average, Sum"
         raise ValueError(f"{kind}: op={op!r} is not one of {ops} of hvd")
@@ -143,32 +187,90 @@ def _request_reduction(
     if op == Adasum and size().bit_count() != 1:
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
     scales = {"prescale": float(prescale), "postscale": float(postscale)}
-    return _request(kind, tensors, name, process_set, op=Op(op).name, **scales)
+    return lambda inputs: _request(kind, inputs, name, process_set, op=Op(op).name, **scales)
 
 
-def _reduce_op(op: Op | None, average: bool | None) -> Op:
-    if average is None:
-        return Average if op is None else op
-    if op is not None:
-        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-    warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
-    return Average if average else Sum
-
-
-def allreduce_async(
+def _allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
-    """Request a reduction into a new tensor; returns a handle for `synchronize`."""
-    op = _reduce_op(op, average)
-    return _request_reduction("allreduce", tensor, name, op, prescale_factor, postscale_factor, process_set)
+) -> _Operation:  # fmt: skip
+    """Reduce over the ranks, to the average by default. Gradients are reduced alike."""
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
+        op = Average if average else Sum
+    options = Average if op is None else op, prescale_factor, postscale_factor, process_set
+    return _Operation(
+        _reduction("allreduce", name, *options),
+        lambda grads: grouped_allreduce(grads, None, None, Compression.none, *options),
+    )
+
+
+def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> _Operation:
+    """Join the ranks' tensors along dimension 0, where lengths may differ. A gradient is the mean over the ranks."""
+
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        lengths = torch.tensor([[len(tensor) for tensor in _tensor_list(tensor)]])
+        rows_by_tensor = allgather(lengths, process_set=process_set).T.tolist()
+        means = grouped_allreduce(grads, process_set=process_set)
+        return [mean.split(rows)[process_set.rank()] for mean, rows in zip(means, rows_by_tensor)]
+
+    return _Operation(lambda inputs: _request("allgather", inputs, name, process_set), backward)
+
+
+def _broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> _Operation:
+    """Give all ranks the values of `root_rank`, a rank of the world. The mean of their gradients flows to it."""
+    running().members(process_set)
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"broadcast received invalid root rank {root_rank} for {process_set}")
+    return _Operation(
+        lambda inputs: _request("broadcast", inputs, name, process_set, root=int(root_rank)),
+        lambda grads: [grad * (rank() == root_rank) for grad in grouped_allreduce(grads, process_set=process_set)],
+    )
+
+
+def _reducescatter(
+    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> _Operation:  # fmt: skip
+    """This rank's part of a reduction along dimension 0; earlier ranks may have one row more."""
+
+    def backward(grads: list[Tensor]) -> Any:
+        factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
+        return grouped_allgather([grad * factor for grad in grads], None, process_set)
+
+    return _Operation(_reduction("reducescatter", name, op, prescale_factor, postscale_factor, process_set), backward)
+
+
+allreduce, allreduce_ = _public(_allreduce, "allreduce"), _public(_allreduce, "allreduce_")
+allreduce_async, allreduce_async_ = _public(_allreduce, "allreduce_async"), _public(_allreduce, "allreduce_async_")
+grouped_allreduce, grouped_allreduce_ = (
+    _public(_allreduce, "grouped_allreduce"),
+    _public(_allreduce, "grouped_allreduce_"),
+)
+grouped_allreduce_async = _public(_allreduce, "grouped_allreduce_async")
+grouped_allreduce_async_ = _public(_allreduce, "grouped_allreduce_async_")
+allgather, allgather_async = _public(_allgather, "allgather"), _public(_allgather, "allgather_async")
+grouped_allgather = _public(_allgather, "grouped_allgather")
+grouped_allgather_async = _public(_allgather, "grouped_allgather_async")
+broadcast, broadcast_ = _public(_broadcast, "broadcast"), _public(_broadcast, "broadcast_")
+broadcast_async, broadcast_async_ = _public(_broadcast, "broadcast_async"), _public(_broadcast, "broadcast_async_")
+reducescatter, reducescatter_async = (
+    _public(_reducescatter, "reducescatter"),
+    _public(_reducescatter, "reducescatter_async"),
+)
+grouped_reducescatter = _public(_reducescatter, "grouped_reducescatter")
+grouped_reducescatter_async = _public(_reducescatter, "grouped_reducescatter_async")
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Request the reduction of a sparse tensor; returns a function that waits for the ranks' entries, gathered."""
-    entries = _request("allgather", [tensor._indices().T, tensor._values()], name, process_set)
+    entries = grouped_allgather_async([tensor._indices().T, tensor._values()], name, process_set)
 
     def handle() -> Tensor:
         indices, values = synchronize(entries)
@@ -176,21 +278,6 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(indices.T, values, tensor.shape, check_invariants=False)
 
     return handle
-
-
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Request the ranks' tensors one after the other along dimension 0, where their lengths may differ."""
-    return _request("allgather", tensor, name, process_set)
-
-
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Request a new tensor with the values of `root_rank`, a rank of the world."""
-    running().members(process_set)
-    if root_rank not in process_set.ranks:
-        raise ValueError(f"broadcast received invalid root rank {root_rank} for {process_set}")
-    return _request("broadcast", tensor, name, process_set, root=int(root_rank))
 
 
 def alltoall_async(
@@ -215,92 +302,6 @@ def alltoall_async(
     return _request("alltoall", tensor, name, process_set, finish=finish, splits=rows)
 
 
-def reducescatter_async(
-    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> int:  # fmt: skip
-    """Request this rank's part of a reduction along dimension 0; earlier ranks may have one row more."""
-    return _request_reduction("reducescatter", tensor, name, op, prescale_factor, postscale_factor, process_set)
-
-
-INTO, WAITED, SEVERAL = "into `tensor` itself", "waited for", "of several tensors, with one handle or list"
-allreduce_async_ = _variant(allreduce_async, "allreduce_async_", INTO, in_place=True)
-allreduce_ = _variant(allreduce_async_, "allreduce_", WAITED, wait=True)
-broadcast_async_ = _variant(broadcast_async, "broadcast_async_", INTO, in_place=True)
-broadcast_ = _variant(broadcast_async_, "broadcast_", WAITED, wait=True)
-grouped_allreduce_async = _variant(allreduce_async, "grouped_allreduce_async", SEVERAL)
-grouped_allreduce_async_ = _variant(allreduce_async_, "grouped_allreduce_async_", SEVERAL)
-grouped_allreduce_ = _variant(grouped_allreduce_async_, "grouped_allreduce_", WAITED, wait=True)
-grouped_allgather_async = _variant(allgather_async, "grouped_allgather_async", SEVERAL)
-grouped_reducescatter_async = _variant(reducescatter_async, "grouped_reducescatter_async", SEVERAL)
-
-
-# -- differentiable operations
-
-
-class _Flow(torch.autograd.Function):
-    """Tensors by `forward`, and their gradients by `backward`; both map a list of tensors to as many."""
-
-    @staticmethod
-    def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> Any:
-        ctx.flow_back = backward
-        return tuple(forward(list(tensors)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *ctx.flow_back(list(grads))
-
-
-def _differentiable(inputs: Any, forward: Any, backward: Any, compression: Any = Compression.none) -> Any:
-    """`forward` of one tensor or several, inside of a compression; `backward` maps the list of their gradients."""
-    single, tensors = isinstance(inputs, Tensor), _tensor_list(inputs)
-    if not tensors:
-        return []
-    compressed, contexts = zip(*map(compression.compress, tensors))
-    forward_list = (lambda tensors: [forward(tensors[0])]) if single else forward
-    results = _Flow.apply(forward_list, backward, *compressed)  # type: ignore[no-untyped-call]  # torch has no types
-    outputs = list(map(compression.decompress, results, contexts))
-    return outputs[0] if single else outputs
-
-
-def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
-    op: Op | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
-    """Reduce over the ranks into a new tensor, to the average by default. Gradients are reduced alike."""
-    options = _reduce_op(op, average), prescale_factor, postscale_factor, process_set
-    return _differentiable(
-        tensor,
-        lambda inputs: synchronize(_request_reduction("allreduce", inputs, name, *options)),
-        lambda grads: grouped_allreduce(grads, None, None, Compression.none, *options),
-        compression,
-    )
-
-
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """As `allgather_async`, waited for. Its gradient is this rank's rows of the mean over the ranks."""
-
-    def backward(grads: list[Tensor]) -> list[Tensor]:
-        lengths = torch.tensor([[len(tensor) for tensor in _tensor_list(tensor)]])
-        rows_by_tensor = allgather(lengths, process_set=process_set).T.tolist()
-        means = grouped_allreduce(grads, process_set=process_set)
-        return [mean.split(rows)[process_set.rank()] for mean, rows in zip(means, rows_by_tensor)]
-
-    return _differentiable(tensor, lambda inputs: synchronize(allgather_async(inputs, name, process_set)), backward)
-
-
-def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """As `broadcast_async`, waited for. The mean of the ranks' gradients flows to root."""
-    return _differentiable(
-        tensor,
-        lambda inputs: synchronize(broadcast_async(inputs, root_rank, name, process_set)),
-        lambda grads: [grad * (rank() == root_rank) for grad in grouped_allreduce(grads, process_set=process_set)],
-    )
-
-
 def alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
@@ -313,29 +314,11 @@ def alltoall(
         output, received_rows = synchronize(alltoall_async(inputs, splits, name, process_set))
         return output  # type: ignore[no-any-return]
 
-    output = _differentiable(tensor, forward, lambda grads: alltoall(grads[0], received_rows, None, process_set)[:1])
-    return output if splits is None else (output, received_rows)
-
-
-def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: Op = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Any:  # fmt: skip
-    """As `reducescatter_async`, waited for."""
-
     def backward(grads: list[Tensor]) -> Any:
-        factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
-        return grouped_allgather([grad * factor for grad in grads], None, process_set)
+        return alltoall(grads[0], received_rows, None, process_set)[:1]
 
-    options = op, process_set, prescale_factor, postscale_factor
-    return _differentiable(
-        tensor, lambda inputs: synchronize(reducescatter_async(inputs, name, *options)), backward, compression
-    )
-
-
-grouped_allreduce = _variant(allreduce, "grouped_allreduce", SEVERAL)
-grouped_allgather = _variant(allgather, "grouped_allgather", SEVERAL)
-grouped_reducescatter = _variant(reducescatter, "grouped_reducescatter", SEVERAL)
+    output = _differentiable(tensor, forward, backward, Compression.none)
+    return output if splits is None else (output, received_rows)
 
 
 # -- all ranks together

@@ -26,11 +26,22 @@ from .strategies import DDPStrategy, FSDPStrategy, Strategy, layer
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 
+def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+    """A decorator: `fn` runs on rank 0; other ranks get `default`."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return default if read_ranks().rank else fn(*args, **kwargs)
+
+    return wrapped
+
+
 class Logger:
     """Base of loggers that write to ``root_dir/name/version_<n>``. By default n is the next number."""
 
     def __init__(self, root_dir: Any, name: str | None, version: int | str | None, prefix: str) -> None:
-        self.root_dir, self.name, self._version, self._prefix = os.fspath(root_dir), name or "", version, prefix
+        self.root_dir, self.name, self._version = os.fspath(root_dir), name or "", version
+        self._prefix = f"{prefix}-" if prefix else ""
         self._experiment: Any = None
 
     @property
@@ -46,10 +57,9 @@ class Logger:
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return os.path.join(self.root_dir, self.name, version)
 
-    def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics as numbers, with the prefix in their names."""
-        start = f"{self._prefix}-" if self._prefix else ""
-        return {f"{start}{name}": v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics, with the prefix in their names."""
+        return {self._prefix + name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
 
 
 class CSVLogger(Logger):
@@ -69,10 +79,8 @@ class CSVLogger(Logger):
         """This logger, once its folder is there; a file of another run there is removed, with a warning."""
         if self._experiment is None:
             if os.path.isdir(self.log_dir) and os.listdir(self.log_dir):
-                message = (
-                    f"Experiment logs directory {self.log_dir} exists and is not empty: its metrics.csv is replaced"
-                )
-                warnings.warn(message, UserWarning, stacklevel=3)
+                consequence = "exists and is not empty: its metrics.csv is replaced"
+                warnings.warn(f"Experiment logs directory {self.log_dir} {consequence}", UserWarning, stacklevel=3)
                 Path(self.metrics_file_path).unlink(missing_ok=True)
             os.makedirs(self.log_dir, exist_ok=True)
             self._experiment = True
@@ -82,13 +90,12 @@ class CSVLogger(Logger):
     def metrics_file_path(self) -> str:
         return os.path.join(self.log_dir, "metrics.csv")
 
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row of numbers."""
-        if read_ranks().rank:
-            return
         rows = self.experiment.metrics
         step = len(rows) if step is None else step
-        rows.append({**self._prefixed(metrics), "step": step})
+        rows.append({**self._numbers(metrics), "step": step})
         if (step + 1) % self._flush_every == 0:
             self.save()
 
@@ -114,9 +121,6 @@ class CSVLogger(Logger):
     def finalize(self, status: str) -> None:
         self.save()
 
-    def __del__(self) -> None:
-        self.save()  # rows that nobody saved, unlike Fabric's
-
 
 class TensorBoardLogger(Logger):
     """Metrics for TensorBoard, on rank 0; further `options` are those of torch's SummaryWriter."""
@@ -126,11 +130,12 @@ class TensorBoardLogger(Logger):
         default_hp_metric: bool = True, prefix: str = "", sub_dir: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(root_dir, name, version, prefix)
-        self._sub_dir, self._options, self._default_metric = sub_dir, options, default_hp_metric
+        self._sub_dir, self._options = sub_dir or "", options
+        self._default_metrics = {"hp_metric": -1.0} if default_hp_metric else {}
 
     @property
     def log_dir(self) -> str:
-        return os.path.join(super().log_dir, self._sub_dir or "")
+        return os.path.join(super().log_dir, self._sub_dir)
 
     @property
     def experiment(self) -> Any:
@@ -140,39 +145,26 @@ class TensorBoardLogger(Logger):
             self._experiment = SummaryWriter(log_dir=self.log_dir, **self._options)
         return self._experiment
 
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add numbers, and dicts of numbers."""
-        if read_ranks().rank:
-            return
-        for name, value in self._prefixed(metrics).items():
+        for name, value in self._numbers(metrics).items():
             add = self.experiment.add_scalars if isinstance(value, dict) else self.experiment.add_scalar
             add(name, value, step)
 
+    @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Mapping[str, float] | None = None) -> None:
-        if read_ranks().rank:
-            return
         values = params if isinstance(params, Mapping) else vars(params)
         plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
-        default_metrics = {"hp_metric": -1.0} if self._default_metric else {}
-        self.experiment.add_hparams(plain, dict(default_metrics if metrics is None else metrics), run_name=".")
+        self.experiment.add_hparams(plain, dict(self._default_metrics if metrics is None else metrics), run_name=".")
 
+    @rank_zero_only
     def save(self) -> None:
-        if self._experiment is not None:
-            self._experiment.flush()
+        self.experiment.flush()
 
+    @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._experiment is not None:
-            self._experiment.close()
-
-
-def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
-    """A decorator: `fn` runs on rank 0; other ranks get `default`."""
-
-    @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return default if read_ranks().rank else fn(*args, **kwargs)
-
-    return wrapped
+        self.experiment.close()
 
 
 RANK_ZERO = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ...accelerator import Accelerator
@@ -18,6 +18,7 @@ from ...checkpoint.huggingface import load as load_safetensors
 from ...checkpoint.ranks import run_on_rank_0
 from ...checkpoint.weights import in_memory, load_source, load_weights, open_source
 from ...errors import CheckpointError, SettingError
+from ...optim.torch_step import parameters_of
 
 StrPath = str | os.PathLike[str]
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -61,8 +62,10 @@ class Checkpoints:
             if key not in contents:
                 continue
             value = contents.pop(key)
-            if isinstance(item, nn.Module):
-                self._load_module(item, value, strict)
+            if isinstance(item, nn.Module) and self._is_sharded(item):
+                load_source(item, in_memory("this checkpoint", value), strict=strict, dtype="live")
+            elif isinstance(item, nn.Module):
+                item.load_state_dict(value, strict=strict)
             elif _is_stateful(item):
                 item.load_state_dict(_as_shards(value, item) if isinstance(item, Optimizer) else value)
             else:
@@ -80,28 +83,24 @@ class Checkpoints:
         else:
             load_weights(obj, path, strict=strict)
 
+    def _is_sharded(self, item: Any) -> bool:
+        return isinstance(item, nn.Module) and self.easymp._sharded and hasattr(type(item), "_easymp_route")
+
     def _whole_state(self, item: Any) -> Any:
         """The state dict of an object that has one, with whole tensors, else the object."""
         if not _is_stateful(item):
             return item
-        if isinstance(item, nn.Module) and self.easymp._sharded and hasattr(type(item), "_easymp_route"):
+        if self._is_sharded(item):
             return get_state_dict(self.easymp._world, item)
-        state = item.state_dict()
-        return map_leaves(self._gathered, state) if isinstance(item, Optimizer) else state
 
-    def _gathered(self, leaf: Any) -> Any:
-        """A leaf of an optimizer's state: a shard becomes the whole tensor, on rank 0."""
-        full_tensor = getattr(leaf, "full_tensor", None)
-        if full_tensor is None:
-            return leaf
-        tensor: Tensor = full_tensor()
-        return tensor.cpu() if self.easymp.is_main_process else None
+        def whole(leaf: Any) -> Any:
+            full_tensor = getattr(leaf, "full_tensor", None)
+            if full_tensor is None:
+                return leaf
+            tensor = full_tensor()  # a collective
+            return tensor.cpu() if self.easymp.is_main_process else None
 
-    def _load_module(self, model: nn.Module, state: Any, strict: bool) -> None:
-        if self.easymp._sharded and hasattr(type(model), "_easymp_route"):
-            load_source(model, in_memory("this checkpoint", state), strict=strict, dtype="live")
-        else:
-            model.load_state_dict(state, strict=strict)
+        return map_leaves(whole, item.state_dict()) if isinstance(item, Optimizer) else item.state_dict()
 
 
 def _check_state(state: Any) -> None:
@@ -116,11 +115,10 @@ def _is_stateful(item: Any) -> bool:
 
 def _as_shards(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's `state` with tensors that are sharded as its parameters are."""
-    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     by_index = dict(state["state"])
-    for index, parameter in zip(indices, parameters):
-        if index in by_index and hasattr(parameter, "device_mesh"):
+    for index, parameter in zip(indices, parameters_of(optimizer)):
+        if index in by_index and isinstance(parameter, DTensor):
             by_index[index] = {
                 name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
                 if isinstance(value, Tensor) and value.shape == parameter.shape
