@@ -232,9 +232,8 @@ def test_seeds_come_from_lightnings_variable_and_go_there(fabric, monkeypatch):
 def test_settings_count_where_the_script_says_nothing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
-    monkeypatch.setenv("EASYMP_LOG_WITH", "jsonl")
     fabric, second_fabric = Fabric(accelerator="cpu"), Fabric(accelerator="cpu", precision="32-true")
-    assert fabric.easymp.mixed_precision == "bf16" and fabric.easymp.get_tracker("jsonl").name == "jsonl"
+    assert fabric.easymp.mixed_precision == "bf16"
     fabric.easymp.close()
     assert second_fabric.easymp.mixed_precision == "no"
     second_fabric.easymp.close()
@@ -457,6 +456,7 @@ def test_a_norm_that_is_not_finite_is_an_error(fabric):
         ({"devices": 0}, SettingError, "number of processes"),
         ({"num_nodes": 2}, RefusedError, "easymp launch --nodes 2"),
         ({"plugins": object()}, RefusedError, "plugins"),
+        ({"loggers": "jsonl"}, RefusedError, "pass objects with log_metrics"),
     ],
 )
 def test_what_is_not_run_is_refused(arguments, error, message):

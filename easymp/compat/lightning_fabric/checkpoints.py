@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,12 +13,10 @@ from torch.optim import Optimizer
 
 from ...accelerator import Accelerator
 from ...base.pytree import map_leaves
-from ...checkpoint import torch_files
-from ...checkpoint.huggingface import get_state_dict, save_tree
-from ...checkpoint.huggingface import load as load_safetensors
+from ...checkpoint.huggingface import get_state_dict, read_object, write_object
 from ...checkpoint.ranks import run_on_rank_0
-from ...checkpoint.weights import in_memory, load_source, load_weights, open_source
-from ...errors import CheckpointError, SettingError
+from ...checkpoint.weights import in_memory, load_source, open_source
+from ...errors import SettingError
 from ...optim.torch_step import parameters_of
 
 StrPath = str | os.PathLike[str]
@@ -45,8 +44,7 @@ class Checkpoints:
         contents = {key: self._whole_state(item) for key, item in state.items()}
         for key, predicate in filter.items():
             contents[key] = {name: value for name, value in contents[key].items() if predicate(name, value)}
-        write = save_tree if str(path).endswith(".safetensors") else torch_files.write
-        run_on_rank_0(self.easymp._world, lambda: write(contents, path))
+        run_on_rank_0(self.easymp._world, lambda: write_object(contents, Path(path)))
 
     def load(
         self, path: StrPath, state: dict[str, Any] | None = None, strict: bool = True, *,
@@ -76,12 +74,10 @@ class Checkpoints:
         self, path: StrPath, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
         """Load weights of safetensors, a checkpoint, or a plain state dict of torch.save into a model."""
-        if not isinstance(obj, nn.Module):
-            obj.load_state_dict(_as_shards(_read(path), obj))
-        elif str(path).endswith(torch_files.SUFFIXES):
+        if isinstance(obj, nn.Module):
             load_source(obj, open_source(path, trust=True), strict=strict, dtype="live")
         else:
-            load_weights(obj, path, strict=strict)
+            obj.load_state_dict(_as_shards(_read(path), obj))
 
     def _is_sharded(self, item: Any) -> bool:
         return isinstance(item, nn.Module) and self.easymp._sharded and hasattr(type(item), "_easymp_route")
@@ -131,9 +127,4 @@ def _as_shards(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 def _read(path: StrPath) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {os.fspath(path)}")
-    try:
-        return dict(load_safetensors(path) if str(path).endswith(".safetensors") else torch_files.read(path))
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise torch_files.unreadable(path, error) from error
+    return dict(read_object(Path(path)))
