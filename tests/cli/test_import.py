@@ -146,8 +146,7 @@ def multi(kind: str = "MULTI_GPU", **content: Any) -> dict[str, Any]:
 
 DDP, FOUR, BF16 = {"strategy": "ddp"}, {"launch": {"processes": 4}}, {"mixed_precision": "bf16"}
 ONE, TP = {"launch": {"processes": 1}}, {"strategy": "tensor_parallel", "strategy_options": {"size": 2}}
-HSDP = {"strategy": "hsdp", "strategy_options": {"shard_size": 2}}
-SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+SPLIT = {"parallelism_config_dp_shard_size": 2}
 INDUCTOR = {"dynamo_backend": "INDUCTOR"}
 TUNED = {"compile": {"what": "model", "mode": "max-autotune"}}
 
@@ -173,8 +172,7 @@ TUNED = {"compile": {"what": "model", "mode": "max-autotune"}}
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 1}), {"strategy": "zero1"} | FOUR),
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 0}), DDP | FOUR),
         (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2}), FOUR),
-        (multi(parallelism_config={"parallelism_config_tp_size": 2}), TP | FOUR),
-        (multi(parallelism_config=SPLIT), HSDP | FOUR),
+        (multi(parallelism_config={"parallelism_config_tp_size": 1}), DDP | FOUR),
         ({"fp16": {"enabled": "auto"}, "train_batch_size": "auto"}, {}),
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, BF16 | {"strategy": "zero1"}),
         ({"amp": {"enabled": True, "opt_level": "O2"}}, {"mixed_precision": "O2"}),
@@ -206,6 +204,7 @@ SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
         (SIZES, "train_micro", r"batch_size=4\)"),
         ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
         (multi(dynamo_config={"dynamo_use_dynamic": True}), "dynamo_config.dynamo_use", r"table \[compile\]"),
+        (multi(parallelism_config=SPLIT), "parallelism_config.parallelism_config_dp_s", "as for hsdp and tensor_para"),
         ({"wandb": {"enabled": True}}, "wandb", "EASYMP_LOG_WITH=tensorboard, wandb or jsonl"),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
     ],

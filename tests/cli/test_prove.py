@@ -91,7 +91,7 @@ def play(folder: str) -> None:
 def proved(ranks, tmp_path, monkeypatch, capsys):
     """Runs ``easymp prove`` with the ranks in the pool; returns its JSON with the exit code."""
 
-    def run_once(command: list[str], folder: Path, plan: dict[str, str], timeout: Any, watch: Any) -> End:
+    def run_once(head: str, command: list[str], folder: Path, plan: dict[str, str], timeout: Any) -> End:
         settings = {name: env.read(name) for name in env.names(env.PREFIX)}
         pairs = [f"{name}={value}" for name, value in {**plan, "project_dir": folder}.items()]
         settings[OVERRIDE] = " ".join([env.read(OVERRIDE) or "", *pairs])

@@ -44,7 +44,7 @@ from ...base.units import unit as unit_of
 from ...errors import SettingError
 from ...launcher.entrypoints import check_script
 from ...settings import overrides, read_pairs
-from ..harness import INTERRUPTED, Progress, Script, check_new, count
+from ..harness import INTERRUPTED, Script, check_new, count
 from ..harness import reworded as reworded
 from ..harness import run as run_once
 from ..plot import NOISY, RUNNING_MEANS, Line, Panel, Section, colour, draw, draw_lines, render, smooth
@@ -150,14 +150,12 @@ def compare(script: Script, plans: Sequence[Variant], folder: Path, args: argpar
         run_folder = folder / "runs" / f"{index}-{safe_name}-{number}"
         seed = None if args.seed is None else args.seed + number - 1
         settings = variant.settings if seed is None else {**variant.settings, "seed": str(seed)}
-        progress = Progress(head, run_folder)
-        end = run_once(variant.command(script), run_folder, settings, args.timeout, progress)
+        end = run_once(head, variant.command(script), run_folder, settings, args.timeout)
         runs.append(Run(variant, number, seed, end, read(run_folder)))
-        seconds = (total - len(runs)) * sum(run.end.wall for run in runs) / len(runs)
-        remaining = f", about {duration(seconds)} left" if seconds and end.status != INTERRUPTED else ""
-        progress.show(f"{end.status} after {duration(end.wall)}{remaining}", last=True)
         if end.status == INTERRUPTED:
             break
+        if seconds := (total - len(runs)) * sum(run.end.wall for run in runs) / len(runs):
+            print(f"about {duration(seconds)} left", file=sys.stderr, flush=True)
     return conclude(script, runs, folder, args.metric)
 
 

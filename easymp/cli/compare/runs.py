@@ -67,21 +67,21 @@ def variants(options: Mapping[str, Sequence[str]], arguments: Sequence[str] = ()
     plans = []
     for combination in itertools.product(*options.values()):
         values_by_name = dict(zip(options, combination))
-        label = " ".join(_label(name, values_by_name[name]) for name in differing) or "as it is"
+        labels = []
+        for name, value in values_by_name.items():
+            short_name = SHORT_NAMES.get(name, name.rpartition(".")[2])
+            label = f"{short_name}={value}" if value else f"{short_name} as it is"
+            if name == PROCESSES and value:
+                label = f"{value} process{'es' * (value != '1')}"
+            elif name in ("mixed_precision", "strategy") and value:
+                label = value
+            if name in differing:
+                labels.append(label)
         replaced = {name: values_by_name.pop(name) for name in placeholders}
         processes = values_by_name.pop(PROCESSES, "")
         settings = {name: value for name, value in values_by_name.items() if value}
-        plans.append(Variant(label, settings, int(processes) if processes else None, replaced))
+        plans.append(Variant(" ".join(labels) or "as it is", settings, int(processes) if processes else None, replaced))
     return plans
-
-
-def _label(name: str, value: str) -> str:
-    if name == PROCESSES and value:
-        return f"{value} process{'es' * (value != '1')}"
-    if name in ("mixed_precision", "strategy") and value:
-        return value
-    short_name = SHORT_NAMES.get(name, name.rpartition(".")[2])
-    return short_name + (f"={value}" if value else " as it is")
 
 
 # -- records
@@ -116,13 +116,13 @@ class _Training(dict[str, list[dict[str, Any]]]):
 
     @property
     def updates(self) -> int:
-        counts: list[int] = [self.latest(event, "updates", 0) for event in ("first", "memory", "end")]
+        counts = [int(self.latest(event, "updates", 0)) for event in ("first", "memory", "end")]
         return max(counts)
 
     @property
     def peak(self) -> int:
-        sizes: list[int] = [self.latest("end", "peak", 0), *(line["bytes"] for line in self.get("memory", []))]
-        return max(sizes)
+        sizes = [int(line["bytes"]) for line in self.get("memory", [])]
+        return max([int(self.latest("end", "peak", 0)), *sizes])
 
 
 def read(folder: Path) -> Record | None:

@@ -41,7 +41,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--for", dest="machine", metavar="MACHINE", help=MACHINE_HELP)
     default = "the one that EASYMP_CONFIG names, or easymp.toml in the working directory"
     add("--file", metavar="PATH", help=f"to write (default: {default})")
-    add("--all", action="store_true", help="ask all questions, also those that change nothing here")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ its own optimizer, scheduler and loader: the sentence is then the line to write.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_S
 STAGES = {0: "ddp", 1: "zero1", 2: "fsdp", 3: "fsdp"}  # of ZeRO
 ONE_PROCESS = "nothing to take: strategy stays auto, for one process has nothing to share"
 SCALER = "scaler_options"
-MESH_OPTIONS = {"parallelism_config_tp_size": "size", "parallelism_config_dp_shard_size": "shard_size"}
 
 
 def import_file(path: str | Path) -> ImportedSettings:
@@ -74,13 +73,9 @@ def _is_single(content: Mapping[str, Any]) -> bool:
 
 def _strategy(content: Mapping[str, Any]) -> str | None:
     """The strategy that does the file's parallelism; None where there is none."""
-    kind, mesh = _kind(content), _section(content, "parallelism_config")
+    kind = _kind(content)
     if _is_single(content) or kind not in (*DEVICES, "FSDP", "DEEPSPEED"):
         return None
-    if _count(mesh.get("parallelism_config_tp_size")) > 1:
-        return "tensor_parallel"
-    if _count(mesh.get("parallelism_config_dp_shard_size")) > 1:
-        return "hsdp" if _count(mesh.get("parallelism_config_dp_replicate_size")) > 1 else "fsdp"
     if kind == "FSDP":
         fsdp = _section(content, "fsdp_config")
         values = [_sharding(fsdp.get(f"fsdp_{key}")) for key in ("sharding_strategy", "reshard_after_forward")]
@@ -263,11 +258,8 @@ def _sharding_strategy(settings: ImportedSettings, value: Any) -> str:
 
 
 def _mesh_size(settings: ImportedSettings, value: Any) -> str:
-    """A size of the mesh: above 1 it is a part of the strategy, or an option of it where it has that one."""
-    number, option = settings.number(value, 1, integer=True), MESH_OPTIONS.get(settings.path[-1])
-    if number > 1 and option in settings.strategy_options:
-        return settings.option(**{option: number})
-    return OFF if number == 1 else f"strategy {settings.strategy or 'auto'}"
+    remedy = "write strategy and [strategy_options], as for hsdp and tensor_parallel"
+    return OFF if settings.number(value, 1, integer=True) == 1 else f"no counterpart here: {remedy}"
 
 
 def _wrapped_classes(settings: ImportedSettings, value: Any) -> str:
@@ -301,14 +293,14 @@ ACCELERATE_RULES: dict[str, dict[str, Rule]] = {
         "fsdp_min_num_params": lambda s, value: s.option(wrap=int(s.number(value, 1))),
         "fsdp_activation_checkpointing": switch("activation_checkpointing", "blocks"),
     },
+    "parallelism_config": dict.fromkeys(
+        (f"parallelism_config_{name}_size" for name in ("tp", "dp_shard", "dp_replicate")), _mesh_size
+    ),
     "deepspeed_config": {
         "zero_stage": _stage,
         "gradient_accumulation_steps": accumulate,
         "offload_optimizer_device": _offload,
         "offload_param_device": _offload,
-    },
-    "parallelism_config": {
-        f"parallelism_config_{name}_size": _mesh_size for name in ("tp", "dp_shard", "dp_replicate")
     },
 }
 
@@ -376,26 +368,23 @@ def translate(arguments: Sequence[str], easymp_flags: Mapping[str, bool]) -> lis
         content["distributed_type"] = "MULTI_CPU" if content.get("use_cpu") else "MULTI_GPU"
     if content.get("num_machines", 1) == 1 and node_rank[1:] == ["0"]:
         node_rank = []
-    return [*flags, *node_rank, *_flags(content), *remaining]
-
-
-def _flags(content: dict[str, Any]) -> Iterator[str]:
-    """The settings in the content of a file of Accelerate's, as flags."""
-    if not content:
-        return
-    settings = import_document(Document("accelerate launch", content), Path())
-    for key, sentence in settings.lines:
+    flags += node_rank
+    # The settings in the content of a file of Accelerate's, as flags.
+    settings = import_document(Document("accelerate launch", content), Path()) if content else None
+    for key, sentence in settings.lines if settings else ():
         if sentence.startswith(("no counterpart", "not in force", "unknown")):
             raise RefusedError(f"accelerate launch: {key}: {sentence}")
-    port = settings.values.pop("main_port", None)
-    for name, value in settings.values.items():
+    values = settings.values if settings else {}
+    port = values.pop("main_port", None)
+    for name, value in values.items():
         if name in LAUNCHING:
             address = f"{value}:{port}" if name == "main_address" and port else str(value)
-            yield from (f"--{name.replace('_', '-')}", address)
+            flags += [f"--{name.replace('_', '-')}", address]
             continue
         options = {f"{name}.{key}": option for key, option in value.items()} if isinstance(value, Mapping) else {}
         for key, option in (options or {name: value}).items():
-            yield from ("--set", f"{key}={option if isinstance(option, str) else json.dumps(option)}")
+            flags += ["--set", f"{key}={option if isinstance(option, str) else json.dumps(option)}"]
+    return [*flags, *remaining]
 
 
 def _literal(text: str) -> Any:

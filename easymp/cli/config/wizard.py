@@ -39,7 +39,6 @@ AUTO = "auto"
 UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that leave a setting out of the file
 # The number of nodes of a job, in Slurm's variables (man sbatch, "OUTPUT ENVIRONMENT VARIABLES").
 SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-BACK = "back"
 SCRIPT = "train.py"
 MAX_LINES = 10  # of the file that are shown
 OPTIONS = "strategy_options"
@@ -281,24 +280,18 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
         for key, sentence in imported.lines:
             print_sentence(key)
             print(wrap(f"    {plain(sentence)}", " " * 4))
-    draft = answer_questions(start, dict(answers), args, settled)
+    draft = answer_questions(start, answers, args, settled, interactive=False)
     shown = _print_plan("The plan", draft)
     if interactive:
-        print_sentence("Enter takes the default, Ctrl-C leaves, back goes to the previous question.")
-    history: History = []
-    answer = BACK
-    while answer == BACK:
-        if interactive:
-            draft = answer_questions(start, answers, args, settled, history)
-            shown = _print_plan("The plan with these answers", draft, unless=shown)
-        text = _file_text(draft, target, presets)
-        _print_changes(text, target)
-        answer = "yes"
-        if interactive and not args.dry_run and text.encode() != target.content:
-            backup = ", with a backup of the present one" if target.content is not None else ""
-            answer = questionary().select(f"Write {path.absolute()}{backup}?", ["yes", "no", BACK]).unsafe_ask()
-    if answer == "no":
-        raise KeyboardInterrupt
+        print_sentence("Enter takes the default, Ctrl-C leaves.")
+        draft = answer_questions(start, answers, args, settled, interactive=True)
+        _print_plan("The plan with these answers", draft, unless=shown)
+    text = _file_text(draft, target, presets)
+    _print_changes(text, target)
+    if interactive and not args.dry_run and text.encode() != target.content:
+        backup = ", with a backup of the present one" if target.content is not None else ""
+        if questionary().select(f"Write {path.absolute()}{backup}?", ["yes", "no"]).unsafe_ask() == "no":
+            raise KeyboardInterrupt
     print()
     if text.encode() == target.content:
         print_sentence(f"{path} has these settings already, and stays as it is.")
@@ -314,19 +307,16 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
 # -- questions
 
 Answers = dict[str, tuple[Any, str]]  # by setting: its value, and its origin
-History = list[tuple[int, Draft]]  # the number of each question that was asked, and the draft before it
 
 
 def answer_questions(
-    draft: Draft, answers: Answers, args: argparse.Namespace, settled: Set[str], history: History | None = None
+    draft: Draft, answers: Answers, args: argparse.Namespace, settled: Set[str], interactive: bool
 ) -> Draft:
-    """The draft with all answers. With a `history` the user is asked, from its last question on, and `answers` change.
+    """The draft with all answers; where it is `interactive` the user is asked.
 
     An impossible answer is an error under --yes; else the machine's suggestion takes its place.
     """
-    number, draft = history.pop() if history else (0, draft)
-    while number < len(QUESTIONS):
-        question = QUESTIONS[number]
+    for question in QUESTIONS:
         value, origin = answers.get(question.name, (question.default, ""))
         refusal = draft.refusal(question.name, value) if origin else ""
         refusal = refusal and f"{origin}: {refusal}"
@@ -335,24 +325,15 @@ def answer_questions(
             elsewhere = ", or --for MACHINE to write the file for another machine" if draft.machine.name else ""
             raise RefusedError(f"{refusal}; {remedy}{elsewhere}")
         if refusal:
-            value, origin = answers[question.name] = question.default, "detected"
-            settled = settled - {question.name}
+            value, origin = question.default, "detected"
         matters = question.matters(draft)
-        if history is not None and question.name not in settled and (args.all or matters):
+        if interactive and matters and (refusal or question.name not in settled):
             if refusal:
                 print_sentence(refusal)
             answer = ask(question, draft, value)
-            if answer == BACK:
-                if not history:
-                    print_sentence("This is the first question.")
-                else:
-                    number, draft = history.pop()
-                continue
-            history.append((number, draft))
-            value, origin = answers[question.name] = answer, origin if answer == value and origin else "asked for"
+            value, origin = answer, origin if answer == value and origin else "asked for"
         if origin or matters:
             draft = draft.with_value(question.name, value, origin or "detected")
-        number += 1
     return draft
 
 
@@ -362,7 +343,7 @@ def questionary() -> Any:
 
 
 def ask(question: Question, draft: Draft, default: Any) -> Any:
-    """Ask for an answer that is possible, or BACK. Choices that are impossible are shown with the reason."""
+    """Ask for an answer that is possible. Choices that are impossible are shown with the reason."""
     name, select = question.name, questionary().select
     print_title(question.title)
     help_text = str(FIELDS[name].metadata["help"])
@@ -372,23 +353,20 @@ def ask(question: Question, draft: Draft, default: Any) -> Any:
     if not question.choices:
 
         def validate(text: str) -> str | bool:
-            if text.strip().lower() in ("", BACK):
-                return True
             try:
-                return draft.refusal(name, question.parse(text.strip())) or True
+                return not text.strip() or draft.refusal(name, question.parse(text.strip())) or True
             except SettingError as error:
                 return str(error)
 
         message = f"{name} [{question.shown(default)}]:"
         text = questionary().text(message, validate=validate).unsafe_ask().strip()
-        return BACK if text.lower() == BACK else question.parse(text) if text else default
+        return question.parse(text) if text else default
     refusals = {choice: draft.refusal(name, choice) for choice in question.choices}
     choices = []
     for choice, meaning in question.choices.items():
         reason = refusals[choice].partition("cannot run here: ")[2] or refusals[choice]
         disabled = f"not here: {reason}" if reason else None
         choices.append(questionary().Choice(f"{choice}: {meaning}", choice, disabled=disabled))
-    choices.append(questionary().Choice("back: to the previous question", BACK))
     while True:
         answer = select(name, choices, default=default, use_search_filter=True, use_jk_keys=False).unsafe_ask()
         if not refusals.get(answer):
@@ -454,20 +432,18 @@ def _print_changes(text: str, target: file.Target) -> None:
 def _print_next_command(draft: Draft, path: Path, machine: str | None) -> None:
     """Print the command that starts a script under the file at `path`, on this machine or the described `machine`."""
     print_title(f"Next, on {machine}, with a copy of the file" if machine else "Next")
-    default_path = Path(env.read(settings.VARIABLE) or settings.FILE)
-    is_default = path.resolve() == default_path.resolve()
+    is_default = path.resolve() == Path(env.read(settings.VARIABLE) or settings.FILE).resolve()
     variable = "" if is_default else f"{settings.VARIABLE}={shlex.quote(str(path))} "
     smallest, largest = draft.nodes
+    command = f"{'easymp launch' if draft.world_size > 1 else 'python'} {SCRIPT}"
     if draft.machine.nodes > 1 and largest > 1 and not machine:  # the job's variables tell each launcher of the others
-        command = f"srun easymp launch {SCRIPT}"
+        command = f"srun {command}"
     elif largest > 1:
         count = str(largest) if smallest == largest else f"{smallest} to {largest}"
         hint = "put the first one's address for FIRST" if machine else "this one is the first"
         print_sentence(f"On each of the {count} machines; {hint}:")
         address = "" if draft.get("main_address") else f" --main-address {draft.machine.name or 'FIRST'}"
         command = f"easymp launch{address} {SCRIPT}"
-    else:
-        command = f"{'easymp launch' if draft.world_size > 1 else 'python'} {SCRIPT}"
     print(f"  {variable}{command}")
     for name in NAMES.keys() & draft.values.keys() if not machine else ():
         if env.read(env.PREFIX + name.upper()):

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import psutil
 
 from ...base import env
-from ...base.units import duration, rate
+from ...base.units import duration
 from ...errors import SettingError, check_whole
 from ...settings import NAMES, OVERRIDE, RECORD, checked, overrides
-from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, width, wrap
+from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, wrap
 
 GRACE = 40.0  # seconds to end in after SIGTERM: more than the launcher gives its ranks
-POLL = 0.2  # seconds between two looks at a running script
-EVERY = 10.0  # seconds between two lines about a run, where no terminal shows one that changes
 TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
 FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
 FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
@@ -130,18 +128,11 @@ class Child:
                 options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
             self.process = subprocess.Popen(command, env=environment, **options)
 
-    def wait(self, timeout: float | None = None, watch: Callable[[], None] = lambda: None) -> str:
-        """Wait for its end and return how it ended; `timeout` seconds and KeyboardInterrupt stop it.
-
-        `watch` is called several times a second.
-        """
-        start = time.perf_counter()
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait for its end and return how it ended; `timeout` seconds and KeyboardInterrupt stop it."""
         try:
-            while timeout is None or time.perf_counter() - start < timeout:
-                try:
-                    return FINISHED if self.process.wait(POLL) == 0 else FAILURE
-                except subprocess.TimeoutExpired:
-                    watch()
+            return FINISHED if self.process.wait(timeout) == 0 else FAILURE
+        except subprocess.TimeoutExpired:
             status = LATE
         except KeyboardInterrupt:
             status = INTERRUPTED
@@ -187,22 +178,21 @@ class End:
 
 
 def run(
-    command: Sequence[str],
-    folder: Path,
-    settings: Mapping[str, str],
-    timeout: float | None = None,
-    watch: Callable[[], None] = lambda: None,
+    head: str, command: Sequence[str], folder: Path, settings: Mapping[str, str], timeout: float | None = None
 ) -> End:
     """Run a command to its end. `folder`, which is made, gets its record, its project and ``output.txt``.
 
-    An interruption (KeyboardInterrupt) stops the run and is an end like others.
+    An interruption (KeyboardInterrupt) stops the run and is an end like others. `head` begins the lines on stderr
+    about the begin and the end.
     """
+    print(f"{head}: starting", file=sys.stderr, flush=True)
     folder.mkdir(parents=True)
     started, start = time.time(), time.perf_counter()
     settings = {**settings, "project_dir": str(folder / "project")}
     child = Child(command, settings, {RECORD: str(folder)}, folder / "output.txt")
-    status = child.wait(timeout, watch)
+    status = child.wait(timeout)
     wall = time.perf_counter() - start
+    print(f"{head}: {status} after {duration(wall)}", file=sys.stderr, flush=True)
     reasons = {
         FINISHED: "",
         FAILURE: child.reason(),
@@ -210,51 +200,3 @@ def run(
         INTERRUPTED: "stopped by a signal",
     }
     return End(status, reasons[status], started, wall)
-
-
-class Progress:
-    """Prints how far a run is: its updates, their speed, and the time left, where its length is known.
-
-    Args:
-        head: begins each line.
-        folder: of the run.
-    """
-
-    def __init__(self, head: str, folder: Path) -> None:
-        self._head, self._path, self._offset = head, folder / "rank-0.jsonl", 0
-        self._first: dict[str, Any] = {}  # lines of the record: the first update, and the newest
-        self._newest: dict[str, Any] = {}
-        self._is_terminal = sys.stderr.isatty()
-        self.show("starting")
-
-    def __call__(self) -> None:
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                for text in file:
-                    if not text.endswith(b"\n"):  # it is being written
-                        break
-                    self._offset += len(text)
-                    line = json.loads(text)
-                    if line["event"] in ("first", "memory"):
-                        self._newest = line
-                    if line["event"] == "first":
-                        self._first = line
-        if not self._first or (not self._is_terminal and time.perf_counter() - self._printed_at < EVERY):
-            return
-        updates, seconds = (self._newest[name] - self._first[name] for name in ("updates", "at"))
-        if updates < 1 or seconds <= 0:
-            return
-        length = ""
-        if total := self._first.get("total"):
-            left = max(0, total - self._newest["updates"]) * seconds / updates
-            length = f" of {round(total):,}, {duration(left)} left"
-        self.show(f"update {self._newest['updates']:,}{length}, {rate(updates / seconds)} updates/s")
-
-    def show(self, text: str, last: bool = False) -> None:
-        """Print a line about the run; on a terminal in place of the one before, unless that was the `last`."""
-        self._printed_at = time.perf_counter()
-        line, begin, end = f"{self._head}: {text}", "", "\n"
-        if self._is_terminal:
-            line, begin, end = line[: width() - 1], "\r\x1b[K", "\n" * last
-        print(begin + line, end=end, file=sys.stderr, flush=True)

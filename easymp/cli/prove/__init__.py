@@ -29,7 +29,7 @@ from typing import Any
 from ...base import env
 from ...launcher.entrypoints import check_script
 from ...settings import overrides, resolve
-from ..harness import FAILURE, FINISHED, INTERRUPTED, End, Progress, Script, check_new, count, headline, plan_settings
+from ..harness import FAILURE, FINISHED, INTERRUPTED, End, Script, check_new, count, headline, plan_settings
 from ..harness import arguments as script_arguments
 from ..harness import reworded as reworded
 from ..harness import run as run_once
@@ -127,9 +127,7 @@ def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace,
                 if number == 2 and (records / SKIPPED).exists():
                     plan = {**plan, "nonfinite": "skip"}
                 run_folder = folder / name.replace(" ", "-")
-                progress = Progress(f"{number}/2 {name}", run_folder)
-                end = run_once(rank.launch(processes), run_folder, plan, args.timeout, progress)
-                progress.show(end.status, last=True)
+                end = run_once(f"{number}/2 {name}", rank.launch(processes), run_folder, plan, args.timeout)
                 if end.status == INTERRUPTED:
                     raise KeyboardInterrupt
                 if end.status != FINISHED:

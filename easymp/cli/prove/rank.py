@@ -191,23 +191,20 @@ class Writer(Runner):
     # -- the files
 
     def start(self, name: str) -> None:
-        self._save(name, {"weights": self._whole(self.tensors())})
+        self.acc.save({"weights": gather_on_host(self.run.world, self.tensors())}, self.folder / name)
 
     def before_step(self, optimizer: PreparedOptimizer) -> None:
         grads = self.gradients_of(optimizer)
-        self._grads = {name: grad.clone() for name, grad in self._whole(grads).items()}
+        self._grads = {name: grad.clone() for name, grad in gather_on_host(self.run.world, grads).items()}
         self._info = {**self.facts(optimizer), "apart": self._rank_difference("gradient", grads)}
 
     def after_step(self, optimizer: PreparedOptimizer) -> None:
         policy, strategy, info = self.run.precision, self.run.prepared.strategy, self._info
-        tensors = {
-            n: t for n, t in self.tensors().items() if n in self.stepped_tensors or not isinstance(t, nn.Parameter)
-        }
-        precisions = [
-            policy.name,
-            DTYPE_NAMES.get(policy.compute, "fp32"),
-            getattr(strategy.options, "comm_hook", "no"),
-        ]
+        tensors = self.tensors()
+        for name in [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and n not in self.stepped_tensors]:
+            del tensors[name]
+        comm_hook = getattr(strategy.options, "comm_hook", "no")
+        precisions = (policy.name, DTYPE_NAMES.get(policy.compute, "fp32"), comm_hook)
         stepped = {name: tensors[name] for name in self.stepped_tensors}
         info["apart"] = info["apart"] or self._rank_difference("weight", stepped)
         info["explained"] = max(EXPLAINED.get(kind, 0.0) for kind in precisions)
@@ -224,15 +221,8 @@ class Writer(Runner):
             "accumulation": accumulation,
             "batches": [size and size * accumulation for size in batch_sizes],
         }
-        update = {"info": info, "gradients": self._grads, "weights": self._whole(tensors)}
-        self._save(f"update-{self.number}.safetensors", update)
-
-    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, on rank 0."""
-        return gather_on_host(self.run.world, tensors)
-
-    def _save(self, name: str, tree: dict[str, Any]) -> None:
-        self.acc.save(tree, self.folder / name)
+        update = {"info": info, "gradients": self._grads, "weights": gather_on_host(self.run.world, tensors)}
+        self.acc.save(update, self.folder / f"update-{self.number}.safetensors")
 
     def _rank_difference(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """The first tensor that differs on a rank from rank 0's, although all hold it whole."""
