@@ -453,7 +453,11 @@ def as_record(kind: type[T], owner: str, given: Any) -> T:
     refuse_retired(kind, given or ())
     for name in given or ():
         if name not in known:
-            owners = [other for other, strategy in STRATEGIES.items() if name in strategy.Options.__dataclass_fields__]
+            owners = [
+                other
+                for other, strategy in STRATEGIES.items()
+                if any(field.name == name for field in dataclasses.fields(strategy.Options))
+            ]
             strategic = any(issubclass(strategy.Options, kind) for strategy in STRATEGIES.values())
             hint = f": it belongs to {', '.join(owners)}." if strategic and owners else nearest(name, known) or "."
             raise SettingError(f"{owner} has no option {name!r}{hint} Known: {', '.join(known)}")

@@ -216,6 +216,22 @@ def _no_tensor(name: str) -> Any:
     raise CheckpointError(f"{name} is a tensor, and a file of JSON holds none: it was changed")
 
 
+def write_object(obj: Any, f: Path) -> None:
+    """Write safetensors or JSON if the name ends so, else a file that ``torch.load(weights_only=True)`` reads."""
+    write = save_tree if os.fspath(f).endswith((".safetensors", ".json")) else torch_files.write
+    write(obj, f)
+
+
+def read_object(f: Path) -> Any:
+    """Read a file of `write_object`; no code in it can run."""
+    if os.fspath(f).endswith((".safetensors", ".json")):
+        return load(f)
+    try:
+        return torch_files.read(f)
+    except Exception as error:
+        raise torch_files.unreadable(f, error) from error
+
+
 # No process group and no model are needed. Memory holds the largest tensor and the bytes being read, not the model.
 
 

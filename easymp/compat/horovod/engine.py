@@ -215,9 +215,9 @@ class Collectives:
             return sent
         received = tensor.new_empty((sum(rows_in), *tensor.shape[1:]))
         row_bytes = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()
-        buffers = [data.reshape(-1).view(torch.uint8) for data in (received, sent)]
-        sizes = [[row_bytes * rows for rows in side] for side in (rows_in, rows_out)]
-        dist.all_to_all_single(*buffers, *sizes, group=self.group)
+        output, input = (data.reshape(-1).view(torch.uint8) for data in (received, sent))
+        output_sizes, input_sizes = ([row_bytes * rows for rows in side] for side in (rows_in, rows_out))
+        dist.all_to_all_single(output, input, output_sizes, input_sizes, group=self.group)
         return received
 
 

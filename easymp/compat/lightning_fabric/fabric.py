@@ -422,8 +422,9 @@ class Fabric(Checkpoints):
             from torch.distributed import _functional_collectives as collectives  # here: it takes 25 ms
 
             # The second is the name before torch 2.13.
-            flows = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor_autograd
-            return flows(leaf.contiguous()[None], 0, torch.distributed.group.WORLD).clone()  # type: ignore[no-any-return]
+            flows: Any = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor_autograd
+            gathered: Tensor = flows(leaf.contiguous()[None], 0, torch.distributed.group.WORLD)
+            return gathered.clone()
 
         return _on_numbers(gather, data, self.device)
 
