@@ -1,4 +1,4 @@
-"""The process environment. No other module of easymp reads or writes it.
+"""The process environment, and the script that this process runs. No other module of easymp reads or writes it.
 
 Names easymp owns start with ``EASYMP_``; the launch variables (``RANK``, ``WORLD_SIZE`` …) are torchrun's.
 """
@@ -6,6 +6,7 @@ Names easymp owns start with ``EASYMP_``; the launch variables (``RANK``, ``WORL
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import overload
@@ -82,3 +83,12 @@ def override(**changes: str | None) -> Iterator[None]:
         yield
     finally:
         put(before)
+
+
+def script() -> str | None:
+    """Path of the file, or name of the module, that this process runs; None in a notebook."""
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return str(spec.name.removesuffix(".__main__"))
+    return None if path is None or not os.path.isfile(path) else os.path.abspath(path)

@@ -182,13 +182,10 @@ def _line(value: Entry) -> bytes:
 
 def start_facts(run: Run) -> Entry:
     """How this process was started, and what decides its last bits."""
-    main = sys.modules["__main__"]
-    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    script = None if path is None or not os.path.isfile(path) else os.path.abspath(path)
     names = [name for name in env.names(env.PREFIX) if name != RECORD]
     return {
-        "script": script if spec is None else spec.name.removesuffix(".__main__"),
-        "module": spec is not None,
+        "script": env.script(),
+        "module": getattr(sys.modules["__main__"], "__spec__", None) is not None,
         "arguments": sys.argv[1:],
         "folder": os.getcwd(),
         "variables": {name: env.read(name) for name in names},

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..base import env
 from ..base.lazy import imported
 from ..base.parts import Part
 from ..base.rng import isolated
@@ -269,7 +270,7 @@ class Logbook(Part):
 
     def _start(self, name: str, tracker: Any) -> Any:
         plan = self.run.plan
-        facts = {"plan": plan.as_dict(), "machine": dataclasses.asdict(plan.hardware)}
+        facts = {"script": env.script(), "plan": plan.as_dict(), "machine": dataclasses.asdict(plan.hardware)}
         config = {**plain(self._config), FACTS: plain({"version": __version__, **facts})}
         try:
             with isolated():  # packages draw random numbers at import, and for names of runs

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from easymp import Accelerator, SettingError, Settings
+from easymp.base import env
 from easymp.cli import main
 from easymp.parts import ring
 
@@ -188,10 +189,18 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     run = ("replay", str(tmp_path), "--step", "3")
+    monkeypatch.setattr(env, "script", lambda: "there.py")
+    with Accelerator(cpu=True, project_dir="logged") as acc:
+        acc.log({"loss": 1.0})
     cases = [
         (None, ("replay", "nowhere", "--step", "3"), "'nowhere' is not a folder"),
         (None, ("replay", str(tmp_path), "--step", "0"), "argument --step: '0' is not a whole number of at least 1"),
-        (None, run, "has no record of its script: a run keeps one under Settings(replay=64)"),
+        (None, run, "has no record of its script's arguments and updates: a run keeps these under Settings(replay=64)"),
+        (
+            None,
+            ("replay", "logged", "--step", "3"),
+            f"a run of {env.script()}, and has no record of its script's arguments",
+        ),
         (None, (*run, "--hooks", "no.py"), "--hooks 'no.py' is not a file"),
         ({}, (*run, "-m"), "-m is for a module's name after --"),
         ({}, (*run, "--pdb"), "--pdb with 2 processes, which share one terminal"),

@@ -22,8 +22,10 @@ update never came, or wrong usage.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,14 +113,25 @@ def script_of(args: argparse.Namespace, begin: dict[str, Any]) -> tuple[Script, 
     elif begin.get("script"):
         script, folder = Script(begin["script"], begin["arguments"], begin["module"]), begin.get("folder", "")
     else:
+        logged = logged_script(Path(args.run))
+        was = f"{args.run} was a run of {logged}, and" if logged else args.run
         raise SettingError(
-            f"{args.run} has no record of its script: a run keeps one under Settings(replay=64). For this one, pass "
-            "the script, as in: -- train.py --lr 0.1"
+            f"{was} has no record of its script's arguments and updates: a run keeps these under Settings(replay=64). "
+            f"For this one, pass the script with its arguments, as in: -- {logged or 'train.py'} --lr 0.1"
         )
     folder = folder if os.path.isdir(folder) else os.getcwd()
     if not script.module:
         check_script(os.path.join(folder, script.path), module=False)
     return script, folder
+
+
+def logged_script(project: Path) -> str | None:
+    """The script that the description of a run's logged rows names, of several the last one's."""
+    for path in sorted(project.glob("*.json"), key=os.path.getmtime, reverse=True):
+        with suppress(ValueError, LookupError, TypeError):
+            start = json.loads(path.read_text(encoding="utf-8"))["starts"][-1]
+            return start["config"]["easymp"]["script"] or None
+    return None
 
 
 def newest(root: str | os.PathLike[str], step: int) -> tuple[str | None, int | None]:
