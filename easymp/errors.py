@@ -221,9 +221,7 @@ REMOVED = {
     "--slurm": "sbatch a script as in the guide to Slurm, with srun easymp launch train.py in it",
 }
 # For options of easymp.optim's optimizers, whose names stand elsewhere.
-OPTIMIZER_REMEDY = (
-    "Accelerator(ema_decay=…), the setting stochastic_rounding, and easymp.optim.Engine have these options"
-)
+OPTIMIZER_REMEDY = "Accelerator(ema_decay=…), the setting stochastic_rounding, and easymp.optim.Engine have these"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -44,9 +44,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             return
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         masked = [redact(arg) if isinstance(arg, str) else arg for arg in args]
-        text = (
-            redact(msg) if isinstance(msg, str) and not args else msg
-        )  # a template has no secret, and may look like one
+        # A template has no secret, and may look like one.
+        text = redact(msg) if isinstance(msg, str) and not args else msg
         super().log(level, text, *masked, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

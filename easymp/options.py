@@ -292,9 +292,7 @@ class GradScalerKwargs(KwargsHandler):
     min_scale: float = option(0.0, "the scale never falls below it")
     max_scale: float = option(float("inf"), "the scale never grows above it")
     dynamic: bool = option(True, "False keeps the scale at `init_scale`")
-    growth_delay: int = option(
-        0, "further good steps before the first growth after an overflow; DeepSpeed has 1", least=0
-    )
+    growth_delay: int = option(0, "more good steps before the first growth after an overflow; DeepSpeed has 1", least=0)
     refill_each_step: bool = option(False, "a good step resets the count of `hysteresis`; else growth does")
     raise_at_minimum: bool = option(
         False, "an overflow at `min_scale` is a StepError. It costs a wait for the device at each step"
@@ -367,9 +365,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     dim: int = option(0, "as in torch")
     broadcast_buffers: bool = option(True, "buffers (batch-norm) take rank 0's values before each forward")
     bucket_cap_mb: float = option(25, "MB of gradients that are averaged at a time", above=0)
-    find_unused_parameters: bool = option(
-        False, "parameters may stay without a gradient; looks through the graph at each step"
-    )
+    find_unused_parameters: bool = option(False, "parameters may stay without a gradient; searches the graph each step")
     _: dataclasses.KW_ONLY  # Accelerate has `check_reduction` in the fifth place
     gradient_as_bucket_view: bool = option(
         True, "gradients live in the buckets, which saves one copy of them; torch's default is False"

@@ -330,9 +330,7 @@ Settings.__doc__ = inspect.cleandoc(Settings.__doc__ or "") + "".join(_told)  # 
 class Launching:
     """How `easymp launch` starts a script: its flags, else the table ``[launch]`` of the project file."""
 
-    processes: int | None = setting(
-        None, "processes on each node; else one an accelerator, or one without any", least=1
-    )
+    processes: int | None = setting(None, "processes on each node; else one an accelerator, or one without", least=1)
     nodes: str | None = setting(None, "number of machines, such as 2; or 1:4, from at least 1 to at most 4")
     main_address: str | None = setting(None, "the first node's address, by which the others reach it")
     main_port: int | None = setting(None, "a free port on it; else 29500", least=1, most=65535)

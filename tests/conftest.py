@@ -246,12 +246,9 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
     known = set(before.values())
     deadline = time.monotonic() + PATIENCE
     while True:
-        new = {
-            n: target for n, target in _descriptors().items() if target not in known and not target.startswith(DRIVERS)
-        }
-        files = sorted(
-            t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:"))
-        )
+        new = {n: t for n, t in _descriptors().items() if t not in known and not t.startswith(DRIVERS)}
+        paths = (t for t in new.values() if t.startswith("/"))
+        files = sorted(t for t in paths if not t.startswith(("/dev/", "/proc/", "/memfd:")))
         # looking for the peer of each takes long
         plugged = any(target.startswith("socket:") for target in new.values())
         sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if plugged else []

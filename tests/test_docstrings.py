@@ -53,9 +53,8 @@ def members(kind: type) -> Iterator[tuple[str, Any, type]]:
         for name, value in vars(base).items() if base.__module__.startswith("easymp") else ():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             function = function.func if isinstance(function, functools.cached_property) else function
-            shown = not name.startswith("_") and (
-                name in OPTIMIZERS_OWN or not base.__module__.startswith("easymp.optim")
-            )
+            of_users = name in OPTIMIZERS_OWN or not base.__module__.startswith("easymp.optim")
+            shown = of_users and not name.startswith("_")
             shown = shown and not hasattr(BaseException, name)  # Python documents add_note
             if shown and name not in seen and inspect.isfunction(function):
                 yield name, value if isinstance(value, property) else function, base
@@ -160,9 +159,8 @@ def gaps(item: Public) -> Iterator[str]:
             yield f"Raises: {error.__name__}"
     whole = "\n\n".join(inspect.cleandoc(base.__doc__ or "") for base in (item.owner.__mro__ if item.owner else ()))
     shown = any(f".{item.name.split('.')[-1]}" in e.source for e in doctest.DocTestParser().get_examples(whole))
-    if (
-        ">>> " not in parts.get("Example", "") and not shown and item.owner is not easymp.Part
-    ):  # easymp calls its events
+    # easymp calls the events of a part
+    if ">>> " not in parts.get("Example", "") and not shown and item.owner is not easymp.Part:
         yield "Example"
 
 

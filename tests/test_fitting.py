@@ -24,10 +24,8 @@ LOG = "easymp.training.memory"
 def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     """A training in which each rank has its own of `memory`."""
     own = memory[int(os.environ.get("RANK", 0))]
-    with (
-        heard(LOG) as said,
-        Accelerator(mixed_precision="fp32", cpu=True, settings=Settings(memory=own), **asked) as acc,
-    ):
+    settings = Settings(memory=own)
+    with heard(LOG) as said, Accelerator(mixed_precision="fp32", cpu=True, settings=settings, **asked) as acc:
         before = acc.plan.strategy.value
         done = models.train(acc, "tied")
         plan = acc.plan

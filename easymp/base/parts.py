@@ -319,9 +319,7 @@ class Parts:
         if not isinstance(part, Part):
             raise SettingError(f"parts=[{part!r}]: that is no easymp.Part: pass an object of a subclass of it")
         if not isinstance(part.name, str) or not part.name.isidentifier():
-            raise SettingError(
-                f"part {type(part).__name__} has the name {part.name!r}: set `name` to a word such as 'early_stopping'"
-            )
+            raise SettingError(f"part {type(part).__name__} has the name {part.name!r}: set `name` to a word")
         if self.get(part.name) is not None:
             raise SettingError(f"two parts have the name {part.name!r}: give {type(part).__name__} another `name`")
         if part.run is not None:

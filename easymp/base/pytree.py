@@ -17,9 +17,7 @@ from torch import Tensor
 from ..errors import BatchError, LeafError
 
 T = TypeVar("T")
-CYCLE = (
-    "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
-)
+CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain nested containers from collate_fn"
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:

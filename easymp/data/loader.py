@@ -433,9 +433,7 @@ class PreparedLoader(DataLoader[Any]):
                 length, or in another order.
         """
         if missing := [key for key in ("epoch", "position", "seed") if not isinstance(state.get(key), int)]:
-            raise BatchError(
-                f"the state has no {' and no '.join(missing)}: pass what state_dict() of a prepared loader returned"
-            )
+            raise BatchError(f"the state has no {' and no '.join(missing)}: pass a prepared loader's state_dict()")
         if state["position"]:
             self._check_data(state)
         self._source.load(state)

@@ -47,9 +47,7 @@ def prepare_loader(
             "torch.utils.data.DataLoader(dataset, batch_size=…)"
         )
     if size_of(loader.dataset) == 0:
-        raise BatchError(
-            f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
-        )
+        raise BatchError(f"the data set ({type(loader.dataset).__name__}) is empty: check its path or filter")
     if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
         raise BatchError(
             "this DataLoader's batches may overtake each other, so that no position says which samples have been "

@@ -156,9 +156,7 @@ class Dispatched:
     def _receive(self) -> Iterator[tuple[RankBatches, int]]:
         while (item := self._world.broadcast_objects([None])[0]) is not None:
             if isinstance(item, str):
-                raise BatchError(
-                    f"rank 0, which reads for all ranks (dispatch_batches=True), could not read a batch: {item}"
-                )
+                raise BatchError(f"rank 0, which reads for all (dispatch_batches=True), could not read a batch: {item}")
             yield item
 
 

@@ -221,9 +221,5 @@ def check_steps_alone(prepared: PreparedOptimizer, ranks: int) -> None:
 def counters(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
     """The numbers that an optimizer keeps beside the states of parameters, by param group (-1: on itself) and name."""
     tables: list[tuple[int, Mapping[str, Any]]] = [(-1, vars(optimizer)), *enumerate(optimizer.param_groups)]
-    return {
-        (number, name): value
-        for number, table in tables
-        for name, value in table.items()
-        if type(value) in (int, float)
-    }
+    rows = ((number, name, value) for number, table in tables for name, value in table.items())
+    return {(number, name): value for number, name, value in rows if type(value) in (int, float)}

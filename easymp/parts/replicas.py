@@ -180,16 +180,12 @@ class Replicas(Part):
         for i, model in enumerate(prepared.models):
             of = f" of {type(model.original).__name__} (model {i})" if len(prepared.models) > 1 else ""
             names.update((id(p), repr(name) + of) for name, p in model.original.named_parameters())
-        labels = [
-            names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(comparison.parameters)
-        ]
-        strangers = [label for label, (p, _) in zip(labels, comparison.parameters) if id(p) not in prepared.owner]
+        parameters = comparison.parameters
+        labels = [names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(parameters)]
+        strangers = [label for label, (p, _) in zip(labels, parameters) if id(p) not in prepared.owner]
         stepped = (p for _, p in comparison.optimizer.parameters() if id(p) not in prepared.owner)
         strangers += [f"a parameter of shape {tuple(p.shape)}" for p in stepped]
-        sums = [
-            (label, number, total)
-            for label, (_, number), total in zip(labels, comparison.parameters, comparison.checksums.tolist())
-        ]
+        sums = list(zip(labels, (number for _, number in parameters), comparison.checksums.tolist()))
         facts_by_rank = self.run.world.gather_objects((comparison.options, strangers, sums))
         kind = type(comparison.optimizer.given).__name__
         moment = f"after update {comparison.update} of {kind}"

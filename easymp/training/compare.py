@@ -17,7 +17,6 @@ from ..errors import WorldError
 from ..optim.torch_step import IMPLEMENTATION
 
 if TYPE_CHECKING:
-    from ..protocols import Choice
     from .state import Run
 
 # Settings by which ranks may differ: their effect is compared, or they do not change what is trained.
@@ -30,12 +29,7 @@ MAY_DIFFER = set(
 def compare_prepared(run: Run, objects: Sequence[Any], records: Sequence[Any], lines: Sequence[str]) -> list[int]:
     """Random seeds of all ranks; a WorldError where their objects, dataclasses or further lines differ."""
     plan, world = run.plan, run.world
-    choices: dict[str, Choice[Any]] = {
-        "precision": plan.precision,
-        "strategy": plan.strategy,
-        "accumulation": plan.accumulation,
-    }
-    facts = [f"{name} {choice.value}" for name, choice in choices.items()]
+    facts = [f"{name} {getattr(plan, name).value}" for name in ("precision", "strategy", "accumulation")]
     facts += [f"part {part.name} ({type(part).__name__})" for part in run.parts.all if run.parts.is_users(part)]
     facts += _describe_record(plan.settings, MAY_DIFFER)
     facts += [line for record in records for line in _describe_record(record)]

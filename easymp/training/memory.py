@@ -246,9 +246,8 @@ def estimate(
         checkpointing: Any = activation_checkpointing
         recomputed = read_which(Settings(activation_checkpointing=checkpointing).activation_checkpointing)
         below = recomputed.below if recomputed else None
-        counted = count_activations(
-            module, policy, sample, recomputed, (below or 0) - sum(sums.values()), activation_offload
-        )
+        spare = (below or 0) - sum(sums.values())
+        counted = count_activations(module, policy, sample, recomputed, spare, activation_offload)
         activations = -(-counted.bytes // (share := getattr(read, "context_parallel", 1)))
         if recomputed:  # recomputation frees copies, too
             sums["copies"] = min(sums["copies"], counted.copies)

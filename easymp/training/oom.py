@@ -164,9 +164,7 @@ def find_executable_batch_size(
     return run
 
 
-def _attempt(
-    world: World, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, bool]:
+def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Any, bool]:
     """The function's result, and whether it fitted into memory on every rank."""
     result = None
     box = Mailbox.open(world.store(), "easymp/attempts", world.rank, world.size) if world.size > 1 else None

@@ -209,9 +209,7 @@ class Preparation:
         for model in models:
             kind = type(model).__name__
             if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-                raise PrepareError(
-                    f"the model is already in a {kind}: pass its .module, the strategy does the wrapping"
-                )
+                raise PrepareError(f"the model is already in a {kind}: pass its .module, and the strategy wraps it")
             for name, parameter in model.named_parameters():
                 fault = ""
                 if isinstance(parameter, nn.UninitializedParameter):
@@ -279,9 +277,8 @@ class Preparation:
             refuse_sparse(model, SUMMED_DENSE, "keep its weights in fp32", narrow=True)
         refusal = self._run.refused.get("create_graph=True", "")
         route = Route(model, wrapped, partial(self._no_sync, model), world.blame, parts, refusal, model)
-        watched = bool(parts.forward) and any(
-            part.needs_views for part in parts.all if type(part).forward is not Part.forward
-        )
+        watching = [part for part in parts.all if type(part).forward is not Part.forward]
+        watched = bool(parts.forward) and any(part.needs_views for part in watching)
         make_view(route, methods_of[id(model)], strategy.sharded, options.always_views or watched)
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
@@ -391,9 +388,7 @@ class Preparation:
     def round_updates(self) -> None:
         """Round updates of low-precision weights to nearest: no masters, no stochastic rounding, no layer in fp32."""
         vars(self._precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)
-        self._run.refine(
-            "precision", "weights, gradients and states in one low precision, and updates are rounded to nearest"
-        )
+        self._run.refine("precision", "all in one low precision, and updates are rounded to nearest")
 
     def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Refuse steps that find any of the low-precision `parameters` unfrozen; all are frozen now, in their dtype."""
@@ -484,7 +479,7 @@ class Preparation:
         optimizers = [o for o in self.optimizers if optimizer is None or optimizer is o or optimizer is o.given]
         if not optimizers:
             raise PrepareError(
-                f"{kind} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
+                f"{kind} drives an optimizer that is not prepared: prepare that in the same call or before"
             )
         self.schedulers.append(self._options.make_scheduler(scheduler, optimizers))
         return self.schedulers[-1]
@@ -776,14 +771,8 @@ class Preparation:
             vars(norm)["process_group"] = None
         for objects in (self.converted, self.models, self.optimizers, self.schedulers, self.loaders):
             objects.clear()
-        for table in (
-            self.owner,
-            self.identities,
-            self.stepped_by,
-            self._prepared_by_id,
-            self._why_not_fused,
-            self._raised,
-        ):
+        tables = (self.owner, self.identities, self.stepped_by, self._prepared_by_id, self._why_not_fused, self._raised)
+        for table in tables:
             table.clear()
         self._auto.total_need = None
 

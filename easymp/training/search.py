@@ -45,9 +45,8 @@ class ModuleSearch:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
                 class_order = type(module).__mro__
-                kind = class_order[
-                    2 if class_order[1].__name__ == "FSDPModule" else 0
-                ].__name__  # fully_shard changes classes
+                is_sharded = class_order[1].__name__ == "FSDPModule"  # fully_shard changes classes
+                kind = class_order[2 if is_sharded else 0].__name__
                 label = f"{name!r} ({kind})" if name else f"the model ({kind})"
                 before, after = partial(self._before, label), partial(self._after, label)
                 self._removals.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -151,10 +151,8 @@ class Run:
             *(part.name for part in self.parts.all),
             *(["a loss scale"] if self.scaler.scales else []),
         }
-        rows = [
-            *conflicts.rows_of(strategy, precision, settings),
-            *(row for part in self.parts.all for row in part.conflicts),
-        ]
+        rows = list(conflicts.rows_of(strategy, precision, settings))
+        rows += [row for part in self.parts.all for row in part.conflicts]
         conflicts.check(in_force, rows)
         self.refused = conflicts.refused_calls(in_force, rows)
 

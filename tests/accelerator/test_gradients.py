@@ -306,9 +306,8 @@ def test_what_would_have_wrong_gradients_is_refused(ranks) -> None:
 
 def out_of_batches(calls: bool, leave: int) -> int:
     config = DataLoaderConfiguration(even_batches=False)
-    with Accelerator(
-        mixed_precision="no", strategy="fsdp", dataloader_config=config, settings=Settings(timeout=30)
-    ) as acc:
+    how: Any = {"strategy": "fsdp", "dataloader_config": config, "settings": Settings(timeout=30)}
+    with Accelerator(mixed_precision="no", **how) as acc:
         data = TensorDataset(torch.randn(12, 8))
         model, loader = acc.prepare(Critic(), DataLoader(data, batch_size=4))
         seen = 0
@@ -349,15 +348,12 @@ def test_a_parameter_that_one_rank_freezes_late(ranks) -> None:
 
 def test_what_a_loss_scale_would_make_wrong_in_silence_is_refused() -> None:
     """Gradients that no optimizer steps in a clip; gradients that nobody clears."""
-    with Accelerator(
-        cpu=True, mixed_precision="fp16", settings=Settings(scaler_options=GradScalerKwargs(init_scale=256.0))
-    ) as acc:
+    settings = Settings(scaler_options=GradScalerKwargs(init_scale=256.0))
+    with Accelerator(cpu=True, mixed_precision="fp16", settings=settings) as acc:
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
         model, optimizer = acc.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
         acc.backward(model(torch.ones(2, 3)).mean())
-        with pytest.raises(
-            StepError, match=r"2 of them \('0.weight' …\) have gradients and are in no prepared optimizer"
-        ):
+        with pytest.raises(StepError, match=r"2 of them \('0.weight' …\) have gradients and are in no prepared"):
             acc.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         acc.backward(model(torch.ones(2, 3)).mean())

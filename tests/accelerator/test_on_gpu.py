@@ -42,9 +42,8 @@ class Training:
         return [self.step(*batch) for batch in self.loader]
 
     def state(self) -> list[Tensor]:
-        moments = [
-            value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-        ]
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        moments = [value for value in values if isinstance(value, Tensor)]
         return [t.detach().cpu().clone() for t in (*self.model.state_dict().values(), *moments)]
 
 

@@ -138,7 +138,7 @@ def test_gradients_changed_before_the_step(precision: str, name: str, micro: int
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_gradients_changed_after_they_were_unscaled(
-    precision: str, name: str, when: str, micro: int, fused: bool
+    precision: str, name: str, when: str, micro: int, fused: Any
 ) -> None:
     change = GRADIENTS[name]
     ended = ours(precision, change, when, micro, fused=fused)
