@@ -39,7 +39,6 @@ COPY = re.compile(r"^mem(cpy|set)", re.IGNORECASE)
 PAUSE = 100_000  # ns between two operations that are the host's own way from one to the next, and not waiting
 KERNEL_KINDS = ("copy", "collective", "work")  # of several that run, the last in this order counts
 
-ROWS = 8  # ranks with a line of their own
 DIFFERENCE = 0.1  # of a step, from which a slow rank is named
 IDLE = "idle"
 # Cause of waiting → the share of a step above which it is named, and the sentence.
@@ -275,20 +274,10 @@ def table(breakdown: Breakdown) -> str:
     for name, ns, idle_ns, bytes_ in numbers:
         if ns or bytes_:
             share = f"{100 * ns / (total or 1):.0f} %"
-            times = [_ms(breakdown.per_step(ns)), share, _ms(breakdown.per_step(idle_ns))]
+            times = [f"{breakdown.per_step(ns) / 1e6:.2f}", share, f"{breakdown.per_step(idle_ns) / 1e6:.2f}"]
             rows.append([name, *times, size(bytes_) if bytes_ else ""])
     filled = (True, True, True, bool(idle), bool(peak))
     return "\n".join(columns([list(compress(row, filled)) for row in rows]))
-
-
-def rank_table(ranks: Sequence[Breakdown]) -> str:
-    """One line for each of the slowest ranks."""
-    rows = [["rank", "ms a step", "own work", "communication", "data wait"]]
-    slowest = sorted(ranks, key=lambda r: -r.work_per_step)[:ROWS]
-    for r in sorted(slowest, key=lambda r: r.rank):
-        times = (r.per_step(r.total), r.work_per_step, r.phase_per_step(COMMUNICATION), r.phase_per_step(DATA))
-        rows.append([str(r.rank), *map(_ms, times)])
-    return "\n".join(columns(rows))
 
 
 def sentences(breakdown: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | None = None) -> list[str]:
@@ -325,10 +314,6 @@ def sentences(breakdown: Breakdown, ranks: Sequence[Breakdown] = (), workers: in
 
 def ms(ns: float) -> str:
     return f"{ns / 1e6:.1f} ms" if ns >= 1e5 else f"{ns / 1e3:.0f} µs"
-
-
-def _ms(ns: float) -> str:
-    return f"{ns / 1e6:.2f}"
 
 
 def _phase_name(phase: str) -> str:

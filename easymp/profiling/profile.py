@@ -211,7 +211,7 @@ class Profile(torch.profiler.profile):
     def summary(self) -> str:
         """A table of the time (and memory, where recorded) of the recorded steps by phase, and sentences on it.
 
-        The first of the ranks that took part has the others' figures, too.
+        The first of the ranks that took part names the slowest of them.
         """
         result, world = self.breakdown, self._world
         if not result.steps:
@@ -225,8 +225,6 @@ class Profile(torch.profiler.profile):
         if result.peak:
             relative = "beyond what there was when recording began"
             lines.append(f"memory: {f'allocated on {result.device}' if self._peaks_are_absolute else relative}")
-        if len(self.ranks) > 1:
-            lines += ["", breakdown.rank_table(self.ranks)]
         sentences = breakdown.sentences(result, self.ranks, self._workers)
         if self._late_ranks:
             sentences.append(f"No result came in time from rank {', '.join(map(str, self._late_ranks))}.")
