@@ -2,7 +2,7 @@
 
 The text may come from anyone: what costs more than its length is refused before it is parsed. `pack` tags values that
 JSON lacks as ``{"$": kind, …}``, replaces tensors by their names in files, and refuses what state dicts do not hold.
-`unpack` also reads the kinds that easymp 0.1 wrote. Identity of objects and `requires_grad` are not kept.
+Identity of objects and `requires_grad` are not kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -53,11 +53,7 @@ def loads(text: bytes, file: str) -> Any:
     try:
         _check_cost(text)
         value = json.loads(
-            text.decode(),
-            object_pairs_hook=_object,
-            parse_int=_integer,
-            parse_float=_float,
-            parse_constant=_constant,
+            text.decode(), object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
         )
         if re.search(rb"\\u[dD][89a-fA-F]", text):  # half of a surrogate pair can't be written again
             json.dumps(value, ensure_ascii=False).encode()
@@ -260,17 +256,19 @@ def unpack(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         return {key: unpack(item, tensor, depth + 1) for key, item in value.items()}
     kind = value[TAG]
     if not isinstance(kind, str) or kind not in READERS:
-        raise CheckpointError(f"a state has the kind {kind!r:.80}, which this easymp does not know: update it")
+        remedy = "this easymp does not know: update it"
+        if kind in FORMER:
+            remedy = "easymp 0.1 stored: replace it there by numbers, words or lists, and save again"
+        raise CheckpointError(f"a state has the kind {kind!r:.80}, which {remedy}")
     fields, read = READERS[kind]
     arguments = {name: item for name, item in value.items() if name != TAG}
     refusal = f"a {kind} in a state is not as it was stored: {value!r:.80}"
     if arguments.keys() != fields.keys() or not all(isinstance(arguments[name], t) for name, t in fields.items()):
         raise CheckpointError(refusal)
-    if kind in MAPPINGS.values() or kind == "defaultdict":
+    if kind in MAPPINGS.values():
         arguments["items"] = [_pair(item, tensor, depth + 2) for item in arguments["items"]]
     elif "items" in arguments:
-        inner = _no_tensor if kind in ("set", "frozenset") else tensor
-        arguments["items"] = [unpack(item, inner, depth + 2) for item in arguments["items"]]
+        arguments["items"] = [unpack(item, tensor, depth + 2) for item in arguments["items"]]
     elif "name" in arguments:
         arguments["name"] = tensor(arguments["name"])
     elif kind == "scalar":
@@ -309,14 +307,9 @@ def _hex(value: str) -> int:
     return number
 
 
-def _complex(items: list[Any]) -> complex:
-    _expect(len(items) == 2 and all(type(item) is float for item in items))
-    return complex(*items)
-
-
-def _integers(make_sequence: Callable[[list[int]], Any], items: list[Any]) -> Any:
+def _size(items: list[Any]) -> torch.Size:
     _expect(all(type(item) is int and abs(item) < INT64 for item in items))
-    return make_sequence(items)
+    return torch.Size(items)
 
 
 def _scalar(dtype: str, value: Any) -> Any:
@@ -330,31 +323,20 @@ Fields = dict[str, type]
 NAME: Fields = {"name": str}
 VALUE: Fields = {"value": str}
 ITEMS: Fields = {"items": list}
-FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, list, dict, set, tuple)} | {"none": None}
-_bytes = partial(base64.b64decode, validate=True)
+FORMER = "str bytearray complex device set frozenset range slice defaultdict".split()  # kinds that easymp 0.1 wrote
 READERS: dict[str, tuple[Fields, Callable[..., Any]]] = {  # kind → its fields, and what is made of them
     "tensor": (NAME, lambda name: name),
     "array": (NAME, lambda name: name.numpy() if isinstance(name, Tensor) else name),
     "scalar": ({"dtype": str, "value": object}, _scalar),
     "int": (VALUE, _hex),
     "float": (VALUE, lambda value: {text: float(text) for text in ("nan", "inf", "-inf")}[value]),
-    "bytes": (VALUE, _bytes),
+    "bytes": (VALUE, partial(base64.b64decode, validate=True)),
     "dtype": (VALUE, lambda value: TORCH_DTYPES[value]),
     "tuple": (ITEMS, tuple),
-    "size": (ITEMS, partial(_integers, torch.Size)),
+    "size": (ITEMS, _size),
     "dict": (ITEMS, partial(_mapping, dict)),
     "ordered": (ITEMS, partial(_mapping, OrderedDict)),
     "counter": (ITEMS, partial(_mapping, Counter)),
-    # Kinds that easymp 0.1 wrote:
-    "str": (VALUE, lambda value: _bytes(value).decode("utf-8", "surrogatepass")),
-    "bytearray": (VALUE, lambda value: bytearray(_bytes(value))),
-    "complex": (ITEMS, _complex),
-    "device": (VALUE, torch.device),
-    "set": (ITEMS, lambda items: set(_mapping(dict, [(item, None) for item in items]))),
-    "frozenset": (ITEMS, lambda items: frozenset(_mapping(dict, [(item, None) for item in items]))),
-    "range": (ITEMS, partial(_integers, lambda items: range(items[0], items[1], items[2]))),
-    "slice": (ITEMS, lambda items: slice(items[0], items[1], items[2])),
-    "defaultdict": ({"of": str, "items": list}, lambda of, items: _mapping(partial(defaultdict, FACTORIES[of]), items)),
 }
 
 

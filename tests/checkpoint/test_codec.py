@@ -59,8 +59,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, numpy.ndarray):
         return a.dtype.newbyteorder("=") == b.dtype and a.shape == b.shape and a.tolist() == b.tolist()
     if isinstance(a, dict):
-        made_by = [getattr(mapping, "default_factory", None) for mapping in (a, b)]
-        return made_by[0] is made_by[1] and same(list(a.items()), list(b.items()))
+        return same(list(a.items()), list(b.items()))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (float, complex, numpy.floating)):
@@ -156,10 +155,7 @@ REFUSED = [
     (collections.deque([1]), r"deque can't be stored: store list"),
     (numpy.array([None]), r"numpy.ndarray can't be stored: store .*an array of numbers"),
     (Path("runs"), r"store str"),
-    (
-        object(),
-        "object can't be stored: store numbers, words, tensors, and lists or dicts of them",
-    ),
+    (object(), "object can't be stored: store numbers, words, tensors, and lists or dicts of them"),
     (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
     (torch.ones(1).as_subclass(type("Special", (Tensor,), {})), r"as_subclass\(torch\.Tensor\)"),
     ({torch.ones(1): 1}, "a tensor as a key of a dict can't be stored: use another key"),
@@ -184,24 +180,6 @@ def test_what_cannot_be_stored_says_where_and_what_can():
             pack({"param_groups": [{"foo": value}]}, "optimizer", {})
 
 
-def test_kinds_that_earlier_versions_wrote_are_read():
-    items = [1, 3, 2]
-    by_kind = {
-        "set": (items, {1, 2, 3}),
-        "frozenset": (items, frozenset(items)),
-        "range": (items, range(1, 3, 2)),
-        "slice": (items, slice(1, 3, 2)),
-        "complex": ([0.5, 2.0], 0.5 + 2j),
-    }
-    for kind, (packed, value) in by_kind.items():
-        assert same(unpack({"$": kind, "items": packed}, Tensor), value)
-    texts = {"str": ("7bOf", "\udcdf"), "bytearray": ("YQ==", bytearray(b"a")), "device": ("cpu", torch.device("cpu"))}
-    for kind, (text, value) in texts.items():
-        assert same(unpack({"$": kind, "value": text}, Tensor), value)
-    packed = {"$": "defaultdict", "of": "list", "items": [[1, [2]]]}
-    assert same(unpack(packed, Tensor), defaultdict(list, {1: [2]}))
-
-
 def test_the_deepest_that_is_stored_can_be_read():
     value: Any = math.nan
     for level in range(LEVELS):
@@ -212,21 +190,14 @@ def test_the_deepest_that_is_stored_can_be_read():
 HOSTILE = [
     {"$": "pickle", "value": "gA=="},
     {"$": "tuple", "items": "ab"},
-    {"$": "set", "items": [[1]]},
-    {"$": "set", "items": [1, 1.0]},
+    {"$": "set", "items": [1]},
     {"$": "dict", "items": [[1, 2], [1, 3]]},
     {"$": "float", "value": "1e400"},
-    {"$": "complex", "items": [1.0, 2.0, 3.0]},
-    {"$": "str", "value": "/w=="},
     {"$": "dtype", "value": "nn"},
-    {"$": "range", "items": [1, 2]},
-    {"$": "defaultdict", "of": "os", "items": []},
-    {"$": "set", "items": [{"$": "tensor", "name": "a"}]},
+    {"$": "size", "items": [1.5]},
+    {"$": "dict", "items": [[{"$": "tensor", "name": "a"}, 1]]},
     {"$": "scalar", "dtype": "int8", "value": 1.0},
-    {
-        "$": "set",
-        "items": [{"$": "int", "value": hex((2**61 - 1) * n)} for n in range(8, 2000)],
-    },
+    {"$": "dict", "items": [[{"$": "int", "value": hex((2**61 - 1) * n)}, 0] for n in range(8, 2000)]},
 ]
 
 
