@@ -28,19 +28,7 @@ if TYPE_CHECKING:
     from ..options import ProjectConfiguration
     from ..training.prepare import Preparation
     from ..training.state import Run
-    from . import (
-        accelerate,
-        commit,
-        folders,
-        hooks,
-        huggingface,
-        load,
-        progress,
-        ranks,
-        run_state,
-        save,
-        weight_stream,
-    )
+    from . import accelerate, commit, folders, hooks, huggingface, load, progress, ranks, run_state, save, weight_stream
     from .load import Loaded
     from .save import Saveable, Saves
 
@@ -198,36 +186,20 @@ class Checkpoints:
             raise
 
     def _save_alone(self, path: Path | None) -> str:
-        """Write a checkpoint while the other ranks are elsewhere; their threads write their part of split states."""
-        world, calls = self._run.world, self._save_calls
+        """Write a checkpoint while the other ranks are elsewhere."""
         is_split = any(o.optimizer is not o.given for o in self._prepared.optimizers)  # under zero1
-        if self._prepared.strategy.sharded or self._parts.settle or (is_split and calls.ended):
+        if self._prepared.strategy.sharded or self._parts.settle or is_split:
             raise RefusedError(
                 f"save_state() under `if accelerator.is_main_process:`: with strategy {self._prepared.strategy.name!r} "
                 "every rank has a part of the state. Take the call out of the condition, so that all ranks make it"
             )
         self._ask_parts(self._parts.saving, "save_state", path)
         self._check_settled()
-        single_world = copy.copy(world)
+        single_world = copy.copy(self._run.world)
         single_world.size = 1
-        saves = save.Saves(single_world, self._saver().line)
-        return self._save_state(saves, path, with_helpers=calls.with_helpers if is_split else None)
+        return self._save_state(save.Saves(single_world, self._saver().line), path)
 
-    def _help(self, world: ranks.StoreWorld) -> None:
-        """In a thread, while rank 0 saves alone: write this rank's part of split states."""
-        with world:
-            (root, name, step, models, names), *_ = world.gather_objects(None)
-            target = save.Target(folders.open_storage(root), name, step, {})
-            items = [item for item in self._saved_items(models) if isinstance(item, run_state.OF_EACH_RANK)]
-            save.Saves(world).save(target, items, extra=folders.ExtraFiles(names=names))
-
-    def _save_state(
-        self,
-        saves: Saves,
-        path: Path | None,
-        async_: bool = False,
-        with_helpers: Callable[[], ranks.StoreWorld] | None = None,
-    ) -> str:
+    def _save_state(self, saves: Saves, path: Path | None, async_: bool = False) -> str:
         project, world = self._project, saves.world
         self._settle_saves()  # one at a time, and hooks write for one, too
         step = max((o.updates for o in self._prepared.optimizers), default=0)
@@ -245,11 +217,7 @@ class Checkpoints:
         project.iteration += 1
         folder = folders.join(root, name)
         try:
-            with ExitStack() as stack, progress.Progress.of_ranks(world, "saving", "saved", folder, async_) as tick:
-                if with_helpers is not None:
-                    store_world = stack.enter_context(with_helpers())
-                    store_world.gather_objects((root, name, step, list(models), tuple(extra.names)))
-                    saves = save.Saves(store_world, saves.line)
+            with progress.Progress.of_ranks(world, "saving", "saved", folder, async_) as tick:
                 saves.save(target, self._saved_items(models), async_, limit, tick, extra)
         except BaseException:
             project.iteration -= 1
@@ -392,11 +360,10 @@ class Checkpoints:
         world, folder, storage = self._run.world, folders.join(root, name), folders.open_storage(root)
         views = self._views()
         models: Collection[int] = range(len(views))
-        with ExitStack() as stack:
-            if self._load_hooks:
-                hook_folder = stack.enter_context(hooks.folder_to_read(world, storage, name))
-                models = hooks.run_load_hooks(world, self._load_hooks, views, hook_folder)
-            tick = stack.enter_context(progress.Progress.of_ranks(world, "loading", "loaded", folder))
+        if self._load_hooks:
+            hook_folder = hooks.verified_folder(world, storage, name)
+            models = hooks.run_load_hooks(world, self._load_hooks, views, hook_folder)
+        with progress.Progress.of_ranks(world, "loading", "loaded", folder) as tick:
             loaded = load.load_checkpoint(world, storage, name, self._saved_items(models, data), strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
         self._last = root, name

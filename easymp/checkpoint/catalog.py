@@ -20,7 +20,7 @@ from .commit import committed_folders, drop, lock_held, remove_leftover
 from .folders import OpenCheckpoint, checkpoint_of, find_newest, join, lock_name, owner_of
 from .load import read_in_order
 from .manifest import BLOCK, MANIFEST, Manifest, StoredTensor, full_box, split_box
-from .progress import Tick, expect
+from .progress import Tick, expect, ignore
 from .storage import SourceFile, Storage, block_count
 
 LONGEST_VALUE = 60  # characters of a value that is shown
@@ -211,7 +211,7 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-def verify(folder: str | os.PathLike[str], tick: Tick | None = None) -> list[Damage]:
+def verify(folder: str | os.PathLike[str], tick: Tick = ignore) -> list[Damage]:
     """Check every byte of the committed checkpoint in `folder` (a path or URL) against its checksum.
 
     Args:
@@ -225,18 +225,17 @@ def verify(folder: str | os.PathLike[str], tick: Tick | None = None) -> list[Dam
     """
     opened = folders.open_checkpoint(folder)
     expect(tick, _bytes_of(opened.manifest))
-    files = {**opened.files, **opened.extra}
-    return [damage for name, file in files.items() for damage in _damage_in(opened.manifest, name, file, tick)]
+    return [damage for name, file in opened.files.items() for damage in _damage_in(opened.manifest, name, file, tick)]
 
 
-def _damage_in(manifest: Manifest, name: str, file: SourceFile, tick: Tick | None) -> Iterator[Damage]:
+def _damage_in(manifest: Manifest, name: str, file: SourceFile, tick: Tick) -> Iterator[Damage]:
     size = file.storage.size(file.name)
     if size != file.size:
         reason = "is missing" if size is None else f"has {size} bytes, and {file.size} were written"
         yield Damage(name, reason, None, _tensors_in(manifest, name, 0, file.size))
         return
 
-    def fault_in(blocks: Sequence[int] | None = None, tick: Tick | None = None) -> str:
+    def fault_in(blocks: Sequence[int] | None = None, tick: Tick = ignore) -> str:
         try:
             file.verify(tick, blocks)
         except (CheckpointError, OSError) as error:
@@ -311,7 +310,7 @@ class Difference:
         return not (self.missing or self.added or self.kinds or self.values or self.states)
 
 
-def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick | None = None) -> Difference:
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = ignore) -> Difference:
     """Compare the committed checkpoints `one` and `other` (paths or URLs), however their tensors are sharded.
 
     At most 64 MiB of tensors of each are in memory at a time, more if there are more than four files.
@@ -354,7 +353,7 @@ def _kind(stored: StoredTensor) -> str:
 
 
 def _compare(
-    a: OpenCheckpoint, b: OpenCheckpoint, pairs: list[tuple[str, StoredTensor, StoredTensor]], tick: Tick | None
+    a: OpenCheckpoint, b: OpenCheckpoint, pairs: list[tuple[str, StoredTensor, StoredTensor]], tick: Tick
 ) -> Iterator[Values]:
     parts = [
         (i, box, pair)

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, NoCheckpointError
 from ..logging import get_logger
 from .codec import LONGEST
 from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Lineage, Manifest, decode, decode_head, seal
-from .progress import Tick
+from .progress import Tick, ignore
 from .storage import Bytes, LocalStorage, SourceFile, Storage, read_small
 from .storage_remote import RemoteStorage
 
@@ -176,14 +176,11 @@ class OpenCheckpoint(NamedTuple):
 
     @property
     def files(self) -> dict[str, SourceFile]:
-        return self._source_files(self.manifest.files)
-
-    @property
-    def extra(self) -> dict[str, SourceFile]:
-        return self._source_files(self.manifest.extra)
-
-    def _source_files(self, files: Mapping[str, FileRecord]) -> dict[str, SourceFile]:
-        return {n: SourceFile(self.storage, join(self.folder, n), f.size, f.checksums) for n, f in files.items()}
+        """All files, those of hooks, too."""
+        return {
+            name: SourceFile(self.storage, join(self.folder, name), file.size, file.checksums)
+            for name, file in self.manifest.all_files.items()
+        }
 
 
 def open_save(storage: Storage, checkpoint: str) -> OpenCheckpoint:
@@ -223,7 +220,7 @@ NO_FILES = ExtraFiles()
 
 
 def copy_files(
-    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick | None = None
+    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = ignore
 ) -> dict[str, FileRecord]:
     """Copy `files` below `folder` of `storage`, durably; a later `sync` of `folder` covers the names in it."""
     parts = [name.split("/") for name in files]
@@ -335,7 +332,7 @@ def damage_text(storage: Storage, folder: str) -> str:
     """The damage to a committed checkpoint, in words; "" if there is none. Reads all of it."""
     try:
         opened = OpenCheckpoint(storage, folder, open_manifest(storage, folder))
-        for file in (*opened.files.values(), *opened.extra.values()):
+        for file in opened.files.values():
             file.verify()
     except (OSError, CheckpointError) as error:
         return str(error)

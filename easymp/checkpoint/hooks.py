@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from ..distributed import World
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RefusedError
 from . import folders
 from .commit import acquire, check_name, remove_leftover
 from .folders import ExtraFiles, join
@@ -19,7 +18,6 @@ from .manifest import check_extra
 from .ranks import NOT_BEGUN, error_text, join_errors, run_on_all, run_on_rank_0
 from .storage import LocalStorage, SourceFile, Storage
 
-PREFIX = "easymp-"  # of folders in TMPDIR
 Hooks = Mapping[int, Callable[..., object]]
 
 
@@ -27,12 +25,13 @@ def run_save_hooks(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> tuple[list[int], ExtraFiles]:
     """Call the save hooks on all ranks; returns the indices of models that they leave, and the hooks' files."""
+    local = local_folder(storage)
 
     def content() -> list[str]:
-        return run_on_rank_0(world, lambda: storage.list(name), NOT_BEGUN)
+        return run_on_rank_0(world, lambda: local.list(name), NOT_BEGUN)
 
     previous = content()
-    folder = HookFolder(world, storage, name)
+    folder = HookFolder(world, local, name)
     try:
         weights = [model.state_dict() for model in models]
         indices = _run(world, hooks, weights, lambda hook, items: hook(list(models), items, folder.path))
@@ -72,23 +71,25 @@ def _run(world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, 
 
 
 class HookFolder:
-    """An empty folder `path` of this rank, beside the checkpoint, or in TMPDIR if that is at a URL."""
+    """An empty folder `path` of this rank, beside the checkpoint."""
 
-    def __init__(self, world: World, storage: Storage, checkpoint: str) -> None:
+    def __init__(self, world: World, storage: LocalStorage, checkpoint: str) -> None:
         check_name(checkpoint)
-        self._world, self._cleanup = world, ExitStack()
-        is_local = isinstance(storage, LocalStorage)
-        self._storage = LocalStorage(storage.root if is_local else tempfile.gettempdir())
+        self._world, self._storage, self._cleanup = world, storage, ExitStack()
         try:
-            parent = run_on_rank_0(world, lambda: self._parent(checkpoint), NOT_BEGUN) if is_local else ""
-            run_on_all(world, lambda: self._make(parent, checkpoint), NOT_BEGUN)
+            parent = run_on_rank_0(world, lambda: self._make_parent(f"{checkpoint}.hooks"), NOT_BEGUN)
+            self._rank_folder = f"{parent}/{world.rank:05d}"
+            self._folder = f"{self._rank_folder}/{checkpoint}"
+            self._cleanup.callback(remove_leftover, storage, self._rank_folder)
+            run_on_all(world, lambda: storage.make(self._folder), NOT_BEGUN)
+            self.path = storage.local_path(self._folder)
         except BaseException:
             self.close()
             raise
 
-    def _parent(self, checkpoint: str) -> str:
+    def _make_parent(self, owner: str) -> str:
         """On rank 0, make and lock the parent folder of all ranks' hook folders."""
-        storage, owner = self._storage, f"{checkpoint}.hooks"
+        storage = self._storage
         self._cleanup.callback(acquire(storage, owner).release)
         for leftover in folders.leftovers_of(storage.list(), owner):
             remove_leftover(storage, leftover)
@@ -96,14 +97,6 @@ class HookFolder:
         storage.make(name)
         self._cleanup.callback(remove_leftover, storage, name)
         return name
-
-    def _make(self, parent: str, checkpoint: str) -> None:
-        rank = f"{self._world.rank:05d}"
-        self._rank_folder = f"{parent}/{rank}" if parent else os.path.basename(tempfile.mkdtemp(prefix=PREFIX))
-        self._cleanup.callback(remove_leftover, self._storage, self._rank_folder)
-        self._folder = f"{self._rank_folder}/{checkpoint}"
-        self._storage.make(self._folder)
-        self.path = self._storage.local_path(self._folder)
 
     def collect(self) -> ExtraFiles:
         """Collect the files of all ranks' hooks. A file that several ranks wrote with equal bytes is kept once."""
@@ -149,26 +142,29 @@ class HookFolder:
         self._cleanup.close()
 
 
-@contextmanager
-def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[str]:
-    """A local folder with the verified files of a checkpoint's hooks; of a URL, a download in TMPDIR."""
-    with ExitStack() as stack:
+def verified_folder(world: World, storage: Storage, checkpoint: str) -> str:
+    """The local folder of a checkpoint, after its hooks' files are verified."""
+    local = local_folder(storage)
 
-        def prepare() -> str:
-            opened = folders.open_save(storage, checkpoint)
-            if isinstance(storage, LocalStorage):
-                for file in opened.extra.values():
-                    file.verify()
-                return storage.local_path(opened.folder)
-            temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-            local = LocalStorage(stack.enter_context(temporary))
-            local.make(checkpoint)
-            folders.copy_files(opened.extra, local, checkpoint)
-            return local.local_path(checkpoint)
+    def verify() -> str:
+        opened = folders.open_save(local, checkpoint)
+        files = opened.files
+        for name in opened.manifest.extra:
+            files[name].verify()
+        return local.local_path(opened.folder)
 
-        path = join(storage.root, checkpoint)
-        paths = run_on_all(world, prepare, f"{path} was not loaded, and nothing has changed: ")
-        yield paths[world.rank]
+    path = join(storage.root, checkpoint)
+    return run_on_all(world, verify, f"{path} was not loaded, and nothing has changed: ")[world.rank]
+
+
+def local_folder(storage: Storage) -> LocalStorage:
+    """The storage itself. Raises RefusedError for one at a URL."""
+    if not isinstance(storage, LocalStorage):
+        raise RefusedError(
+            f"hooks read and write local files, and the checkpoint is at {storage.root}: use a local folder, or keep "
+            "the state by register_for_checkpointing()"
+        )
+    return storage
 
 
 def _digest(file: SourceFile) -> str:

@@ -27,7 +27,7 @@ from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, 
 from .folders import join, open_parent, open_storage, source_file
 from .load import read_in_order
 from .manifest import COMMIT, INDEX, MANIFEST, canonical, full_box
-from .progress import Progress, Tick, expect
+from .progress import Progress, Tick, expect, ignore
 from .storage import Bytes, LocalStorage, read_small
 from .weight_stream import Bucket, drain, gather, is_sharded, tensors_of
 from .weights import SINGLE, open_file, open_source, tied_names
@@ -44,7 +44,7 @@ Shards = Sequence[Sequence[TensorSpec]]
 
 
 def write_model(
-    path: str, shards: Shards, tensors: Iterator[Tensor], aliases: Mapping[str, str], tick: Tick | None = None
+    path: str, shards: Shards, tensors: Iterator[Tensor], aliases: Mapping[str, str], tick: Tick = ignore
 ) -> None:
     """Write whole tensors on the CPU, in the order of the shards, in the place of an earlier model in the folder."""
     storage, name = open_storage(path), ""
@@ -242,7 +242,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     model: str = "model",
     trust: bool = False,
-    tick: Tick | None = None,
+    tick: Tick = ignore,
 ) -> None:
     """Write the weights at `place` to `out`, both paths or URLs, as ``model.safetensors`` or as shards with an index.
 

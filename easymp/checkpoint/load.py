@@ -36,7 +36,7 @@ from .manifest import (
     split_box,
     strides,
 )
-from .progress import Tick, expect
+from .progress import Tick, expect, ignore
 from .ranks import error_text, join_errors
 from .save import Saveable
 from .storage import Files, MemoryFile, SourceFile, Storage
@@ -91,7 +91,7 @@ class CheckpointReader:
         self.trials: list[Trial] = []
         self._files = files
         self._reread = reread  # whether live tensors are filled by a second read, else from copies
-        self._tick: Tick | None = None
+        self._tick: Tick = ignore
         self._requests: list[ReadRequest] = []
         self._live_requests: list[ReadRequest] = []
         self._requested: set[str] = set()  # names of states
@@ -171,7 +171,7 @@ class CheckpointReader:
 
         return copy_all
 
-    def run(self, tick: Tick | None = None) -> None:
+    def run(self, tick: Tick = ignore) -> None:
         """Read and verify what was requested."""
         reads, live_reads = plan_reads(self._requests), plan_reads(self._live_requests)
         self._tick = tick
@@ -193,7 +193,7 @@ class CheckpointReader:
 
 
 def load_checkpoint(
-    world: World, storage: Storage, name: str, items: Sequence[Saveable], strict: bool = True, tick: Tick | None = None
+    world: World, storage: Storage, name: str, items: Sequence[Saveable], strict: bool = True, tick: Tick = ignore
 ) -> Loaded:
     """Load the checkpoint `name` of `storage` into the live objects, on all ranks or none; see the top of this file."""
     with storage.files_kept_open() as reread:
@@ -210,7 +210,7 @@ def load_items(
     path: str,
     open_reader: Callable[[], CheckpointReader],
     items: Sequence[Saveable],
-    tick: Tick | None = None,
+    tick: Tick = ignore,
 ) -> Loaded:
     """Load the checkpoint at `path` that `open_reader` opens, as `load_checkpoint` does."""
     loads: list[Callable[[], None]] = []
@@ -411,7 +411,7 @@ def _view(tensor: Tensor, box: Box, part: Box) -> Tensor:
     return tensor
 
 
-def read_all(files: Files, reads: Iterable[FileRead], tick: Tick | None = None) -> None:
+def read_all(files: Files, reads: Iterable[FileRead], tick: Tick = ignore) -> None:
     """Make all `reads`, file by file, in the order of their bytes."""
     by_file: dict[str, list[FileRead]] = {}
     for read in reads:
@@ -425,7 +425,7 @@ def read_all(files: Files, reads: Iterable[FileRead], tick: Tick | None = None) 
                 _read_batch(files[name], batch, stage, tick)
 
 
-def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage: Tensor, tick: Tick | None) -> None:
+def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage: Tensor, tick: Tick) -> None:
     buffers: list[Tensor] = []
     staged_bytes = 0
     for read in batch:
@@ -477,9 +477,7 @@ def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
         reads = overlapping
 
 
-def read_in_order(
-    files: Files, boxes: Iterable[tuple[StoredTensor, Box]], tick: Tick | None = None
-) -> Iterator[Tensor]:
+def read_in_order(files: Files, boxes: Iterable[tuple[StoredTensor, Box]], tick: Tick = ignore) -> Iterator[Tensor]:
     """Yield a new tensor for each box, in order. One call reads about a block of each file, verified whole."""
     room = min(max(len(files), 4) * BLOCK, MOST_AT_ONCE)
     batch: list[ReadRequest] = []
@@ -494,9 +492,8 @@ def read_in_order(
     yield from _read_new(files, batch, tick)
 
 
-def _read_new(files: Files, batch: list[ReadRequest], tick: Tick | None) -> Iterator[Tensor]:
+def _read_new(files: Files, batch: list[ReadRequest], tick: Tick) -> Iterator[Tensor]:
     read_all(files, plan_reads(batch))
-    if tick:  # not the bytes read for it: blocks at the edges are read twice
-        tick(sum(request.target.nbytes for request in batch))
+    tick(sum(request.target.nbytes for request in batch))  # more are read: blocks at the edges are read twice
     while batch:
         yield batch.pop(0).target  # the caller may free it before the next

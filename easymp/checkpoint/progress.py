@@ -23,7 +23,11 @@ REPEATED = 10.0  # seconds between two lines
 Tick = Callable[[int], None]  # called with the number of bytes since the last call
 
 
-def expect(tick: Tick | None, total: int) -> None:
+def ignore(count: int) -> None:
+    """The tick of work that shows no progress."""
+
+
+def expect(tick: Tick, total: int) -> None:
     """Tell `tick` the total number of bytes, if it shows a share."""
     if isinstance(tick, Progress):
         tick.total = total

@@ -15,16 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-import torch
-import torch.distributed as dist
-
 from ..distributed import World
 from ..distributed.mailbox import Mailbox
 from ..errors import CheckpointError, EasympError, WorldError
-from ..logging import get_logger
 
 T = TypeVar("T")
-logger = get_logger(__name__)
 STOPPED = "stopped, as another rank failed"
 NOT_BEGUN = "the checkpoint was not begun: "
 HEARTBEAT = 1.0  # seconds between two signs of life
@@ -74,15 +69,14 @@ def run_on_all(world: World, function: Callable[[], T], prefix: str = "") -> lis
 
 
 class Meeting:
-    """This rank's part of the meetings of a run. All ranks make it, `start` each meeting, and enter it."""
+    """This rank's part of the meetings of a run. All ranks make it, and begin each meeting by a ``with`` block."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size, self.failed, self.hurried = world.rank, world.size, False, False
         self._timeout, self._number, self._call = world.timeout, 0, 0
         self._box: Any = Mailbox.open(world.store(), "saves", world.rank, world.size) if world.size > 1 else None
 
-    def start(self) -> Meeting:
-        """Begin the next meeting; to be used in a ``with`` block."""
+    def __enter__(self) -> Meeting:
         self._forget(range(1, self._call + 1))
         self._number += 1
         self._call, self.failed = 0, False
@@ -90,9 +84,6 @@ class Meeting:
         # By rank: the last heartbeat, and the time when it was seen.
         self._heartbeats = dict.fromkeys(range(self.size), (0, time.monotonic()))
         self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
-        return self
-
-    def __enter__(self) -> Meeting:
         if self.size > 1:
             self._thread.start()
         return self
@@ -136,18 +127,22 @@ class Meeting:
         self._post(str(self._call), value)
         return value
 
-    def agree(self, error: str = "") -> str:
-        """Wait until all ranks are here. Returns the first error of any; a rank with an error does not wait."""
-        if error and self.rank == 0:
-            self._call += 1
-            return self.broadcast(error.encode()).decode()
-        gathered = self.gather(error.encode())
-        if error:
-            return error
+    def meet(self) -> None:
+        """Wait until all ranks are here. Raises CheckpointError if one has left."""
+        gathered = self.gather(b"")
         texts = [text.decode() if isinstance(text, bytes) else f"rank {r}: {text}" for r, text in enumerate(gathered)]
         if self.rank == 0 and self._call > 2:
             self._forget([self._call - 1])
-        return self.broadcast(next(filter(None, texts), "").encode()).decode()
+        if text := self.broadcast(next(filter(None, texts), "").encode()).decode():
+            raise CheckpointError(text)
+
+    def leave(self, reason: str) -> None:
+        """Give the others the `reason` that they raise when they meet."""
+        if self.rank:
+            self.gather(reason.encode())
+        else:
+            self._call += 1
+            self.broadcast(reason.encode())
 
     def _post(self, key: str, value: bytes) -> None:
         if self.size > 1:
@@ -190,43 +185,6 @@ def _store_needed() -> Iterator[None]:
         raise CheckpointError(f"{STORE_GONE} ({error})") from error
 
 
-class StoreWorld(World):
-    """A world whose ranks exchange objects through the store; to be used in a ``with`` block."""
-
-    def __init__(self, world: World, number: int) -> None:
-        vars(self).update(vars(world))
-        self._prefix = f"apart/{number}"
-        self._meeting = Meeting(self).start()
-
-    def store(self) -> dist.Store:
-        return dist.PrefixStore(self._prefix, super().store())
-
-    def __enter__(self) -> StoreWorld:
-        self._meeting.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._meeting.__exit__(*error)
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        values = self._meeting.gather(_serialize(item))
-        for value in values:
-            if isinstance(value, CheckpointError):
-                raise value
-        return [_deserialize(value) for value in _deserialize(self._meeting.broadcast(_serialize(values)))]
-
-
-def _serialize(item: Any) -> bytes:
-    """As torch's collectives of objects do."""
-    tensor, _ = dist.distributed_c10d._object_to_tensor(item, torch.device("cpu"), None)
-    return bytes(tensor.numpy())
-
-
-def _deserialize(data: bytes) -> Any:
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return dist.distributed_c10d._tensor_to_object(tensor, len(data), None)
-
-
 # -- a save that the main process alone calls, as in ``if accelerator.is_main_process: accelerator.save_state(...)`` ---
 #
 # The main process cannot see from its own call whether the other ranks will make it, too. So it asks their listeners
@@ -240,20 +198,17 @@ PAUSE = 0.02  # seconds between two questions
 
 
 class SaveCalls:
-    """Finds out which ranks call a save. `help` runs in a thread of each rank that passed it, with a world."""
+    """Finds out which ranks call a save."""
 
-    def __init__(self, world: World, help: Callable[[StoreWorld], None]) -> None:
-        self._world, self._help = world, help
-        self.ended: list[int] = []
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._is_waiting = False  # for the main process's answer
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._number = 0  # saves in which helper threads took part
         if world.watch is not None:
             world.watch.told |= {
                 "save": lambda: WAITING if self._is_waiting else json.dumps(world.position()),
                 "together": lambda: self._answer(True),
                 "alone": lambda: self._answer(False),
-                "help": self._start_helper,
             }
 
     def _answer(self, all_call: bool) -> str:
@@ -286,8 +241,7 @@ class SaveCalls:
             answer = "" if self._world.has_left(rank) else self._ask(rank, "save")
             if answer == WAITING:
                 return True
-            if not answer:
-                self.ended.append(rank)
+            if not answer:  # it has ended
                 return False
             position = json.loads(answer)
             if any(position[kind] > number for kind, number in own_position.items() if kind in position):
@@ -300,25 +254,3 @@ class SaveCalls:
     def _ask(self, rank: int, question: str) -> str:
         assert self._world.watch is not None
         return self._world.watch.ask(rank, question)
-
-    def with_helpers(self) -> StoreWorld:
-        """On rank 0, make a world for a save in which helper threads of the other ranks take part."""
-        for rank in range(1, self._world.size):
-            self._ask(rank, "help")
-        return self._store_world()
-
-    def _start_helper(self) -> str:
-        world = self._store_world()
-
-        def run() -> None:
-            try:
-                self._help(world)
-            except Exception as error:  # rank 0 hears of it by the store
-                logger.error("save_state() of the main process: %s", error)
-
-        threading.Thread(target=run, name="easymp-save", daemon=True).start()
-        return WAITING
-
-    def _store_world(self) -> StoreWorld:
-        self._number += 1
-        return StoreWorld(self._world, self._number)

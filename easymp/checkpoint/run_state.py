@@ -366,10 +366,6 @@ class RandomState:
         return load
 
 
-# States that differ between ranks although models are whole.
-OF_EACH_RANK = (OptimizerState, RandomState)
-
-
 def _streams(devices: Sequence[torch.device]) -> dict[str, Any]:
     """The random states of this process: Python's, NumPy's if it is loaded, torch's on CPU and `devices`."""
     version, words, gauss = random.getstate()

@@ -45,7 +45,7 @@ from .manifest import (
     local_tensors,
     seal,
 )
-from .progress import Tick, expect
+from .progress import Tick, expect, ignore
 from .ranks import NOT_BEGUN, STOPPED, Meeting, error_text, join_errors, run_on_all
 from .storage import Bytes, Storage, run_in_threads
 
@@ -302,7 +302,7 @@ class Saves:
         items: Sequence[Saveable],
         asynchronous: bool = False,
         limit: int | None = None,
-        tick: Tick | None = None,
+        tick: Tick = ignore,
         extra: ExtraFiles = NO_FILES,
     ) -> None:
         """Write a checkpoint of `items`; errors, also of an asynchronous save before it, are raised on all ranks."""
@@ -324,7 +324,7 @@ class Saves:
             return [copies[file.name]]
 
         save = Save(
-            meeting=self._meeting.start(),
+            meeting=self._meeting,
             line=self.line,
             target=target,
             limit=limit,
@@ -414,7 +414,7 @@ class Save:
     states: Mapping[str, Any]
     content: Callable[[FilePlan], Iterable[Bytes]]
     extra: ExtraFiles
-    tick: Tick | None
+    tick: Tick
     commit: Commit | None = None  # on rank 0
 
     def run(self) -> None:
@@ -494,8 +494,7 @@ class Save:
     def _count(self, count: int) -> None:
         if self.meeting.failed:
             raise CheckpointError(STOPPED)
-        if self.tick and count:
-            self.tick(count)
+        self.tick(count)
 
     def _commit(self, reports: Sequence[Any]) -> None:
         """On rank 0, write the manifest, and commit."""

@@ -29,7 +29,7 @@ from ..errors import CheckpointError
 from .buffers import Pages, address, as_bytes, copy, on_host
 from .codec import PAGE
 from .manifest import BLOCK, COMMIT
-from .progress import Tick
+from .progress import Tick, ignore
 
 PATH = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\0]+(?:/(?=[^/])|\Z))*", re.DOTALL)
 """Names below a folder. They may come from a manifest, so none leads out of it."""
@@ -55,13 +55,12 @@ class MemoryFile:
     def __init__(self, tensor: Tensor, name: str) -> None:
         self._content = as_bytes(on_host(tensor, name))
 
-    def fetch(self, targets: Targets, tick: Tick | None = None) -> None:
+    def fetch(self, targets: Targets, tick: Tick = ignore) -> None:
         for offset, view in targets:
             copy(view, self._content[offset : offset + len(view)])
-            if tick:
-                tick(len(view))
+            tick(len(view))
 
-    def verify(self, tick: Tick | None = None, blocks: Iterable[int] | None = None) -> None:
+    def verify(self, tick: Tick = ignore, blocks: Iterable[int] | None = None) -> None:
         pass
 
 
@@ -71,12 +70,12 @@ class Storage(Protocol):
     root: str
     renames: bool
 
-    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> tuple[int, ...]: ...
-    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None: ...
+    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick = ignore) -> tuple[int, ...]: ...
+    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick = ignore) -> None: ...
     def head(self, name: str, count: int) -> bytes: ...
     def size(self, name: str) -> int | None: ...
     def files_kept_open(self) -> AbstractContextManager[bool]: ...
-    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None: ...
+    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick) -> None: ...
     def list(self, folder: str = "") -> list[str]: ...
 
     def make(self, folder: str) -> None: ...
@@ -98,7 +97,7 @@ class SourceFile:
     def __str__(self) -> str:
         return f"{self.storage.root.rstrip('/')}/{self.name}"
 
-    def fetch(self, targets: Targets, tick: Tick | None = None) -> None:
+    def fetch(self, targets: Targets, tick: Tick = ignore) -> None:
         """Fill the `targets` (offset in the file, memory; sorted), and verify every BLOCK that is touched."""
         end = 0
         for offset, view in targets:
@@ -109,7 +108,7 @@ class SourceFile:
         ranges = split_targets([target for target in targets if target[1].nbytes], 0, end, BLOCK)
         self.storage.read(self, ((begin // BLOCK, in_block) for begin, _, in_block in ranges if in_block), tick)
 
-    def verify(self, tick: Tick | None = None, blocks: Iterable[int] | None = None) -> None:
+    def verify(self, tick: Tick = ignore, blocks: Iterable[int] | None = None) -> None:
         """Read and check these blocks, or all; raises as `fetch`."""
         blocks = range(block_count(self.size)) if blocks is None else blocks
         self.storage.read(self, ((block, []) for block in blocks), tick)
@@ -275,11 +274,11 @@ class LocalStorage:
         self.root = os.fspath(root)
         self._open_files: dict[str, tuple[int, int]] | None = None  # path → descriptor and size
 
-    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> tuple[int, ...]:
+    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick = ignore) -> tuple[int, ...]:
         """Write a new file of `size` bytes, durably; returns the CRC-32 of each BLOCK. An existing file is an error."""
         return Writer(self.local_path(name), size).write(parts, tick)
 
-    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None:
+    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick = ignore) -> None:
         """Write a file durably, and put it in the place of an existing one when it is complete."""
         folder, slash, last = name.rpartition("/")
         temporary = f"{folder}{slash}.new-{last}"
@@ -323,7 +322,7 @@ class LocalStorage:
             for path, (descriptor, _) in open_files.items():
                 do("close", path, os.close, descriptor)
 
-    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None:
+    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick) -> None:
         """Read and check blocks of a file, for `SourceFile`: their numbers, and the targets to fill in each."""
         path = self.local_path(file.name)
         open_files = {} if self._open_files is None else self._open_files
@@ -337,8 +336,7 @@ class LocalStorage:
         try:
             file.check_size(size)
             for count in run_in_threads(Reader(file, path, descriptor).read_block, blocks, "read"):
-                if tick:
-                    tick(count)
+                tick(count)
         finally:
             if path not in open_files:
                 do("close", path, os.close, descriptor)
@@ -425,7 +423,7 @@ class Writer:
         self._bounce_buffers: SimpleQueue[memoryview] = SimpleQueue()
         self._crc32 = crc32()
 
-    def write(self, parts: Iterable[Bytes], tick: Tick | None) -> tuple[int, ...]:
+    def write(self, parts: Iterable[Bytes], tick: Tick) -> tuple[int, ...]:
         """Write all `parts`, durably. Returns the CRC-32 of each block."""
         checksums = [0] * block_count(self._size)
         with ExitStack() as self._open_files:
@@ -440,8 +438,7 @@ class Writer:
                 written_blocks = run_in_threads(write_block, blocks, "write")
             for block, crc, count in written_blocks:
                 checksums[block] = crc
-                if tick:
-                    tick(count)
+                tick(count)
             do("fsync", self._path, os.fsync, self._cached)
         return tuple(checksums)
 

@@ -21,7 +21,7 @@ from ..base.rng import isolated
 from ..errors import CheckpointError, redact
 from . import storage
 from .manifest import BLOCK, COMMIT
-from .progress import Tick
+from .progress import Tick, ignore
 from .storage import Bytes, SourceFile, Targets, block_count, check_name, crc32, regroup_exactly
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class RemoteStorage:
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._has_folders = not protocols & OBJECT_STORES
 
-    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> tuple[int, ...]:
+    def put(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick = ignore) -> tuple[int, ...]:
         path = self._path(name)
         if self._info(path) is not None:
             raise FileExistsError(errno.EEXIST, "the file exists, and is not written over", self._url(path))
@@ -81,10 +81,10 @@ class RemoteStorage:
             raise OSError(errno.EIO, f"{arrived} bytes arrived of {size}", self._url(path))
         return checksums
 
-    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick | None = None) -> None:
+    def replace(self, name: str, parts: Iterable[Bytes], size: int, tick: Tick = ignore) -> None:
         self._write(self._path(name), parts, size, tick)
 
-    def _write(self, path: str, parts: Iterable[Bytes], size: int, tick: Tick | None) -> tuple[int, ...]:
+    def _write(self, path: str, parts: Iterable[Bytes], size: int, tick: Tick) -> tuple[int, ...]:
         checksums, total = [0] * block_count(size), 0
         in_one_call = size <= BLOCK and not self._has_folders
         part_size = max(BLOCK, -(-size // MOST_PARTS))
@@ -97,8 +97,7 @@ class RemoteStorage:
                 self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 count = sum(map(len, group))
                 total += count
-                if tick:
-                    tick(count)
+                tick(count)
             if in_one_call:
                 self._do("replace", path, self._fs.pipe_file, path, file.getvalue())
             else:
@@ -130,7 +129,7 @@ class RemoteStorage:
     def files_kept_open(self) -> AbstractContextManager[bool]:
         return nullcontext(False)  # each reading comes over the network
 
-    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick | None) -> None:
+    def read(self, file: SourceFile, blocks: Iterable[tuple[int, Targets]], tick: Tick) -> None:
         path, is_checked = self._path(file.name), file.checksums is not None
         file.check_size(self.size(file.name))
         blocks = iter(blocks)
@@ -148,8 +147,7 @@ class RemoteStorage:
                     file.check_block(block, crc32()(content, 0))
                 for offset, view in targets:
                     view[:] = memoryview(content)[offset - begin : offset - begin + len(view)]
-                if tick:
-                    tick(end - begin if is_checked else sum(len(view) for _, view in targets))
+                tick(end - begin if is_checked else sum(len(view) for _, view in targets))
 
     def list(self, folder: str = "") -> list[str]:
         path = self._path(folder)

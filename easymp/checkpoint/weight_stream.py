@@ -199,12 +199,7 @@ def _is_held(tensor: Any) -> bool:
 
 
 def _gather_tensor(
-    world: World,
-    tensor: Any,
-    spec: tuple[torch.dtype, Shape],
-    holders: list[int],
-    is_dtensor: bool,
-    target: int | None,
+    world: World, tensor: Any, spec: tuple[torch.dtype, Shape], holders: list[int], is_dtensor: bool, target: int | None
 ) -> Tensor:
     """The whole tensor, of the first holder if values may differ. Where `target` is given, others may get anything."""
     if world.rank in holders:
@@ -223,10 +218,10 @@ def in_lockstep(
     world: World, groups: Iterable[list[str]], bucket_of: Callable[[list[str]], Bucket]
 ) -> Generator[Bucket]:
     """Yield the bucket of each group. All ranks meet before the next one; if one has left, all raise an error."""
-    with Meeting(world).start() as meeting:
+    with Meeting(world) as meeting:
         for number, names in enumerate(groups):
             if number:
-                _meet(meeting)
+                meeting.meet()
             try:
                 bucket = bucket_of(names)
                 yield bucket
@@ -235,11 +230,6 @@ def in_lockstep(
                 reason = "left the loop over the weights early, which all ranks run to its end"
                 if not isinstance(error, GeneratorExit):
                     reason = error_text(error) if isinstance(error, Exception) else type(error).__name__
-                meeting.agree(f"rank {world.rank}: {reason}")
+                meeting.leave(f"rank {world.rank}: {reason}")
                 raise
-        _meet(meeting)
-
-
-def _meet(meeting: Meeting) -> None:
-    if text := meeting.agree():
-        raise CheckpointError(text)
+        meeting.meet()

@@ -24,7 +24,7 @@ from . import folders, manifest, torch_files
 from .codec import REAL_DTYPES, decode_header, decode_index, header_length, in_file
 from .load import ReadRequest, plan_reads, read_all
 from .manifest import Chunk, StoredTensor, canonical, full_box, local_tensors
-from .progress import Progress, Tick
+from .progress import Progress, Tick, ignore
 from .storage import Files, MemoryFile, Storage, read_small
 
 logger = get_logger(__name__)
@@ -217,7 +217,7 @@ class Source:
         aliases = {without_wrappers(name): without_wrappers(target) for name, target in self.aliases.items()}
         return replace(self, tensors=tensors, aliases=aliases)
 
-    def fill(self, requests: Sequence[ReadRequest], tick: Tick | None = None) -> None:
+    def fill(self, requests: Sequence[ReadRequest], tick: Tick = ignore) -> None:
         read_all(self.files, plan_reads(requests), tick)
 
     def read_whole(self) -> dict[str, Tensor]:

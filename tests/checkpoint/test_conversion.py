@@ -1,7 +1,4 @@
-"""`convert` and `merge`.
-
-Weights of every kind become safetensors that load; shards become whole tensors with the same bytes.
-"""
+"""`convert`: weights of every kind become safetensors that load; shards become whole tensors with the same bytes."""
 
 from __future__ import annotations
 
@@ -83,8 +80,7 @@ def test_a_checkpoint_is_converted_to_another_precision(samples, tmp_path):
     checkpoint.convert(samples / OF_TWO, bf16, dtype="bf16", max_shard_size="4KB")
     assert len(list(bf16.glob("*.safetensors"))) > 2
     assert same(
-        weights_in(bf16),
-        {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights_in(full).items()},
+        weights_in(bf16), {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights_in(full).items()}
     )
     checkpoint.convert(bf16, fp32, dtype="fp32")  # a Hugging Face folder with an index
     assert same(weights_in(fp32), {n: weights_in(bf16)[n].to(t.dtype) for n, t in weights_in(full).items()})
@@ -157,7 +153,6 @@ def test_what_is_refused_of_a_checkpoint(root, tmp_path):
 
     refused("no weights of 'modle', did you mean 'model'", tmp_path / "out", model="modle")
     refused("max_shard_size='big'", tmp_path / "out", max_shard_size="big")
-    refused("is a checkpoint of save_state", root / OF_ONE)
     (root / OF_TWO / "COMMIT").unlink()
     refused("not committed", tmp_path / "out")
     assert checkpoint.verify(root / OF_ONE) == []

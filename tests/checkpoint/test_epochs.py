@@ -84,16 +84,11 @@ def test_a_kill_after_a_rollback_goes_on_at_the_state(tmp_path: Path, straight: 
         assert it.model.weight.flatten().tolist() == straight
 
 
-def test_a_rollback_inside_the_loop(tmp_path: Path, straight: list[float]) -> None:
+@pytest.mark.parametrize("step", [12, 0], ids=["inside an epoch", "before the first epoch"])
+def test_a_rollback_inside_the_loop(tmp_path: Path, straight: list[float], step: int) -> None:
     with run(tmp_path) as it:
-        it.train(5, loaded_at=33, place=str(tmp_path / "checkpoints" / "step-00000012"))
-        assert it.optimizer.updates == 5 * PER_EPOCH and it.model.weight.flatten().tolist() == straight
-
-
-def test_a_rollback_to_before_the_first_epoch(tmp_path: Path, straight: list[float]) -> None:
-    with run(tmp_path) as it:
-        place = it.acc.save_state()
-        it.train(5, loaded_at=33, place=place)
+        it.acc.save_state()
+        it.train(5, loaded_at=33, place=str(tmp_path / "checkpoints" / f"step-{step:08d}"))
         assert it.optimizer.updates == 5 * PER_EPOCH and it.model.weight.flatten().tolist() == straight
 
 

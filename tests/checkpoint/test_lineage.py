@@ -274,10 +274,7 @@ def refused(root: str, pid: int | None) -> None:
 
 
 def ranks_refused(root: str) -> str:
-    with (
-        Accelerator(project_dir=root, log_with="none") as acc,
-        pytest.raises(CheckpointError) as caught,
-    ):
+    with Accelerator(project_dir=root, log_with="none") as acc, pytest.raises(CheckpointError) as caught:
         acc.prepare(optimizer_of(acc))
     return str(caught.value)
 

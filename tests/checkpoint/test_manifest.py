@@ -33,11 +33,7 @@ GOOD = Manifest(
         "model/empty": StoredTensor(torch.int64, (0, 3), (Chunk(full_box((0, 3)), B, 4112),)),
         "model/nowhere": StoredTensor(torch.complex128, (0,), ()),
     },
-    files={
-        A: FileRecord(4114, (1,)),
-        B: FileRecord(BLOCK + 1, (0, 2**32 - 1)),
-        "index.json": FileRecord(0, ()),
-    },
+    files={A: FileRecord(4114, (1,)), B: FileRecord(BLOCK + 1, (0, 2**32 - 1)), "index.json": FileRecord(0, ())},
     states={"state/scheduler": {"last": 3, "of": {"$": "tuple", "items": [{"$": "tensor", "name": "model/b"}]}}},
     aliases={"model/head": "model/w"},
 )
@@ -75,10 +71,7 @@ BAD: list[tuple[bytes, str]] = [
     (edited(version=3, files=1), "format 3, and this easymp reads 2: update easymp"),
     (edited(extra={}), "has, which easymp does not write, 'extra'"),
     (edited(version=2, extra={"a": {"crc32": []}}), "lacks 'size'"),
-    (
-        edited(version=2, extra={"a": {"size": 4114, "crc32": [1]}}, tensors__w__pieces__0__2="a"),
-        "none of the files",
-    ),
+    (edited(version=2, extra={"a": {"size": 4114, "crc32": [1]}}, tensors__w__pieces__0__2="a"), "none of the files"),
     (edited(version=2, extra={"a/B": FILE, "A/b/c": FILE}), "is a file of a"),
     (edited(version=2, extra={"a/b": FILE, "A/B": FILE}), "have one name"),
     (edited(more=1), "'more'"),
@@ -102,10 +95,7 @@ BAD: list[tuple[bytes, str]] = [
     (edited(aliases={"a": "b", "b": "a"}), "not stored"),
     (edited(aliases={"model/b": "model/w"}), "too"),
     (edited(states={"a": {"$": "pickle"}}), "'a': .*'pickle'"),
-    (
-        edited(states={"a": {"$": "tensor", "name": "b"}}),
-        "which is not stored",
-    ),
+    (edited(states={"a": {"$": "tensor", "name": "b"}}), "which is not stored"),
 ]
 for _name in (*" .. ../a /a a/b a\\b a\0b C:a .hidden a. COMMIT Manifest.JSON \u202ea".split(" "), "é" * 101):
     files = {**json.loads(GOOD.encode())["files"], _name: FILE}

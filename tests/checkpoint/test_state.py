@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from easymp import (
-    Accelerator,
     CheckpointError,
     DataLoaderConfiguration,
     ProjectConfiguration,
@@ -132,10 +131,7 @@ def test_resume_leaves_out_what_is_not_whole(tmp_path, how, caplog):
 def test_a_checkpoint_of_another_model_is_an_error_and_not_left_out(tmp_path):
     with Small(tmp_path) as run:
         run.acc.save_state()
-    with (
-        Small(tmp_path, nn.Linear(12, 2)) as run,
-        pytest.raises(CheckpointError, match="nothing has changed"),
-    ):
+    with Small(tmp_path, nn.Linear(12, 2)) as run, pytest.raises(CheckpointError, match="nothing has changed"):
         run.acc.resume()
 
 
@@ -176,20 +172,6 @@ def test_ranks_that_are_new_draw_something_of_their_own(ranks, tmp_path):
     assert loaded[:2] == saved
     assert len({drawn for drawn, _ in loaded}) == len({python_drawn for _, python_drawn in loaded}) == 4
     assert ranks(draw, str(tmp_path), False, processes=1) == saved[:1]
-
-
-def test_auto_goes_on_in_the_measured_precision(tmp_path):
-    for first in (True, False):
-        with Accelerator(mixed_precision="auto", project_dir=tmp_path, cpu=True) as acc:
-            acc.prepare(nn.Linear(4, 4))
-            if first and acc.mixed_precision != "auto":
-                pytest.skip("needs a CPU with bf16 instructions, where 'auto' measures")
-            if first:
-                acc._precision.follow("bf16")
-                acc.save_state()
-            else:
-                acc.resume()
-                assert acc.mixed_precision == "bf16" and "resumes" in acc.plan.precision.reason
 
 
 def indices(batches: Any) -> list[int]:

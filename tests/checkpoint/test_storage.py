@@ -210,8 +210,7 @@ def test_an_upload_that_is_broken_off_leaves_nothing_and_a_file_that_came_short_
         assert "Uploads" not in storage._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
     checksums = storage.put("file", [b"abcdef"], 6)
     through(
-        monkeypatch,
-        lambda do, name, *call: [c[:-1] for c in do(name, *call)] if name == "read" else do(name, *call),
+        monkeypatch, lambda do, name, *call: [c[:-1] for c in do(name, *call)] if name == "read" else do(name, *call)
     )
     with pytest.raises(CheckpointError, match="file: 5 bytes came of 6"):
         SourceFile(storage, "file", 6, checksums).verify()

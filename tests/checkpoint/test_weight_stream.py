@@ -96,10 +96,7 @@ def test_what_is_refused() -> None:
             acc.weights()
         model: Any = acc.prepare(nn.Linear(2, 2))
         options: Any
-        for options, message in (
-            ({"dtype": torch.int8}, "dtype=torch.int8"),
-            ({"bucket": "much"}, "bucket='much'"),
-        ):
+        for options, message in (({"dtype": torch.int8}, "dtype=torch.int8"), ({"bucket": "much"}, "bucket='much'")):
             with pytest.raises(SettingError, match=message):
                 acc.weights(model, **options)
         with pytest.raises(CheckpointError, match="'_extra_state' in the state_dict of this Extra is a dict"):

@@ -10,7 +10,7 @@ import torch
 
 from easymp import CheckpointError
 from easymp.checkpoint.folders import NO_FILES, ExtraFiles, find_newest, open_manifest
-from easymp.checkpoint.hooks import HookFolder, folder_to_read
+from easymp.checkpoint.hooks import HookFolder, verified_folder
 from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import Box
@@ -125,9 +125,9 @@ def loaded(root: str | Path, name: str, ranks: World | None = None) -> list[Any]
     storage = LocalStorage(root)
     manifest = load(ranks, storage, name, [rows]).manifest
     if manifest.extra:
-        with folder_to_read(ranks, storage, name) as folder:
-            assert sorted(manifest.extra) == sorted(HOOKED)
-            assert all(Path(folder, hooked).read_bytes() == bytes([rows.seed]) * 5000 for hooked in HOOKED)
+        folder = verified_folder(ranks, storage, name)
+        assert sorted(manifest.extra) == sorted(HOOKED)
+        assert all(Path(folder, hooked).read_bytes() == bytes([rows.seed]) * 5000 for hooked in HOOKED)
     return rows.values()
 
 

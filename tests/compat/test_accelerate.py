@@ -272,9 +272,7 @@ def test_the_main_process_saves_alone(ranks, tmp_path, monkeypatch, strategy):
     monkeypatch.chdir(tmp_path)
     first, second = ranks(saved_alone, strategy, str(tmp_path))
     if strategy != "ddp":
-        assert "every rank has a part" in first
-        # Under zero1 the other one has ended before the last save; under fsdp it hears of an error.
-        assert second is True if strategy == "zero1" else isinstance(second, str)
+        assert "every rank has a part" in first and isinstance(second, str)  # which hears of an error
         return
     assert first is second is True and os.listdir("model") == ["pytorch_model.bin"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -205,9 +204,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         self._window.full_passes = True
         self.device_placement = device_placement
         self._evaluated: list[nn.Module] = []  # models of prepare_model(evaluation_mode=True)
-        accelerator_ref = weakref.ref(self)
-        help_to_save = lambda folder: accelerator_ref()._help(folder)  # type: ignore[union-attr]  # noqa: E731
-        self._save_calls = SaveCalls(self._world, help_to_save)
+        self._save_calls = SaveCalls(self._world)
         native = NATIVE.format(self.mixed_precision, self._window.accumulation, log_with or "none")
         layer.use("Accelerator()", native)
 
