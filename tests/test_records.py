@@ -13,11 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import easymp
 from easymp import DistributedDataParallelKwargs, GradScalerKwargs, SettingError
 
-OWN = {
-    "context_parallel",
-    "comm_hook",
-    "gradient_predivide_factor",
-}  # not torch's
+OWN = {"context_parallel", "comm_hook", "gradient_predivide_factor"}  # not torch's
 OTHER_DEFAULT = {"gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers"}
 
 

@@ -103,12 +103,6 @@ def first_differences(calls_by_rank: Mapping[int, list[Call]]) -> list[str]:
     return sentences
 
 
-def waiting_calls(calls_by_rank: Mapping[int, list[Call]]) -> dict[int, Call]:
-    """Rank → the oldest call that it has not finished."""
-    oldest = {rank: next((call for call in calls if not call.finished), None) for rank, calls in calls_by_rank.items()}
-    return {rank: call for rank, call in oldest.items() if call is not None}
-
-
 def rank_list(ranks: Iterable[int]) -> str:
     """``rank 1``, ``ranks 0, 2``."""
     numbers = sorted(ranks)
@@ -136,7 +130,7 @@ class HangWatch:
         self._closed = threading.Event()
         watch.told |= {
             "waits": lambda: "yes" if self._waiting_call() else "",
-            "calls": self._answer_calls,
+            "calls": lambda: json.dumps(self._write()),
             "pulse": lambda: json.dumps([time.process_time(), watch.told["where"]()]),
         }
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
@@ -158,7 +152,7 @@ class HangWatch:
                     self._report_lines = []
                 if waiting is not None and (waiting.group, waiting.number) != self._reported:
                     self._reported = waiting.group, waiting.number
-                    self._write(self._recorded_with_lines())
+                    self._write()
                     if not any(self._ask(rank, "waits") for rank in range(self._rank)):
                         self._report(waiting)
 
@@ -197,16 +191,9 @@ class HangWatch:
         calls = self._recorded(active_only=True)
         return next((call for call, begin in calls if self.since < begin < limit and not call.finished), None)
 
-    def _recorded_with_lines(self) -> list[Call]:
-        return [call for call, _ in self._recorded(active_only=False)]
-
-    def _answer_calls(self) -> str:
-        calls = self._recorded_with_lines()
-        self._write(calls)
-        return json.dumps(calls)
-
-    def _write(self, calls: list[Call]) -> None:
-        """Write ``hang-<rank>.json``."""
+    def _write(self) -> list[Call]:
+        """Write ``hang-<rank>.json``; returns this rank's calls."""
+        calls = [call for call, _ in self._recorded(active_only=False)]
         facts: dict[str, Any] = {"report": self._report_lines} if self._report_lines else {}
         facts |= {"rank": self._rank, "time": time.time(), "at": self._watch.told["where"]()}
         facts["calls"] = [call._asdict() for call in calls]
@@ -215,11 +202,12 @@ class HangWatch:
             (self._folder / f"hang-{self._rank}.json").write_text(json.dumps(facts, indent=1))
         except OSError as error:
             logger.warning("hang-%d.json cannot be written: %s", self._rank, error, main_process_only=False)
+        return calls
 
     # -- all ranks ----------------------------------------------------------------------------------------------------
 
     def _report(self, waiting: Call) -> None:
-        own_calls = self._recorded_with_lines()
+        own_calls = [call for call, _ in self._recorded(active_only=False)]
         calls_by_rank, states = {self._rank: own_calls}, dict[int, str]()
         for rank in range(self._watch.size):
             if rank != self._rank:
@@ -227,7 +215,12 @@ class HangWatch:
                     calls_by_rank[rank] = [Call(*call) for call in json.loads(answer)]
                 else:
                     states[rank] = self._state_of_silent(rank)
-        differences, waiting_by_rank = first_differences(calls_by_rank), waiting_calls(calls_by_rank)
+        differences = first_differences(calls_by_rank)
+        waiting_by_rank: dict[int, Call] = {}  # the oldest call of a rank that it has not finished
+        for rank, calls in calls_by_rank.items():
+            for call in calls:
+                if not call.finished:
+                    waiting_by_rank.setdefault(rank, call)
         if not differences:  # some ranks have not come so far
             own_keys = {(call.group, call.number) for call in own_calls}
             states |= {rank: self._state_of_busy(rank) for rank in calls_by_rank.keys() - waiting_by_rank.keys()}
@@ -243,7 +236,7 @@ class HangWatch:
             *(f"rank {rank} {state}" for rank, state in sorted(states.items())),
         ]
         self._report_lines = sentences
-        self._write(own_calls)
+        self._write()
         files = self._folder / "hang-<rank>.json"
         text = ".\n  ".join(sentences)
         logger.warning("%s. The calls of each rank are in %s.", text, files, main_process_only=False)

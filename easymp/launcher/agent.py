@@ -46,18 +46,17 @@ PEER_TYPES = set("RuntimeError DistError DistBackendError DistNetworkError DistS
 
 
 class RanksFailed(Exception):
-    """Workers failed: the likeliest cause first, on `node` if that is named. `size` is the number of all ranks."""
+    """Workers failed: the likeliest cause, on `node` if that is named. `size` is the number of all ranks."""
 
-    def __init__(self, failures: list[Failure], size: int, node: str = "") -> None:
-        super().__init__(failures[0].summary)
-        self.failures, self.size, self.node = failures, size, node
+    def __init__(self, failure: Failure, size: int, node: str = "") -> None:
+        super().__init__(failure.summary)
+        self.failure, self.size, self.node = failure, size, node
 
     def explain(self) -> str:
-        """A line that names the first failure, and its own text unless it was another node's."""
-        first = self.failures[0]
+        """A line that names the failure, and its own text unless it was another node's."""
         node = f", on {self.node}" if self.node else ""
-        line = f"rank {first.rank} of {self.size} failed first{node}: {first.summary}"
-        return f"{line}; the launcher there says more" if self.node else f"{line}\n{first.text}".rstrip()
+        line = f"rank {self.failure.rank} of {self.size} failed first{node}: {self.failure.summary}"
+        return f"{line}; the launcher there says more" if self.node else f"{line}\n{self.failure.text}".rstrip()
 
 
 class Interrupted(Exception):
@@ -206,7 +205,7 @@ def _results(agent: Agent, rendezvous: SingleNode, directory: Path) -> dict[int,
     exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in agent.stopped}
     failures = collect_failures(directory, exit_codes, group.workers[0].global_rank)
     caused = any(blame(failure)[0] == CAUSE and failure.code != RESTART for failure in failures)
-    own_report = Report(tuple(failures), caused)
+    own_report = Report(failures[0], caused)
     rendezvous.publish(own_report)
     raise _likeliest_cause(own_report, rendezvous.other_reports(own_report), group.workers[0].world_size)
 
@@ -216,11 +215,12 @@ def _likeliest_cause(own_report: Report, other_reports: list[Report], size: int)
     for report in other_reports:
         if report.signal is not None and not own_report.caused and not report.caused:
             return Interrupted(report.signal, report.checkpoint, report.node)
-    nodes = {id(failure): report.node for report in other_reports for failure in report.failures}
-    failures = sorted([*own_report.failures, *(f for report in other_reports for f in report.failures)], key=blame)
-    if not failures:  # a report without a rank's failure: only the node is known
-        return RanksFailed([Failure(0, 1)], size, other_reports[0].node)
-    return RanksFailed(failures, size, nodes.get(id(failures[0]), ""))
+    causes = [(blame(report.failure), report) for report in (own_report, *other_reports) if report.failure is not None]
+    if not causes:  # a report without a rank's failure: only the node is known
+        return RanksFailed(Failure(0, 1), size, other_reports[0].node)
+    _, report = min(causes, key=lambda cause: cause[0])
+    assert report.failure is not None
+    return RanksFailed(report.failure, size, report.node)
 
 
 def collect_failures(directory: Path, exit_codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:

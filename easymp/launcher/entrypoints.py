@@ -79,7 +79,7 @@ def launch_script(
     except agent.RanksFailed as error:
         sys.stdout.flush()
         print(error.explain(), file=sys.stderr, flush=True)  # noqa: T201
-        return error.failures[0].exit_code
+        return error.failure.exit_code
     except agent.Interrupted as error:
         text = f"stopped by {signal_name(error.number)}{f' on {error.node}' if error.node else ''}"
         if error.checkpoint:
@@ -283,7 +283,18 @@ def _run_function(
     monitor_interval: float,
 ) -> list[R | None]:
     """Run a function in forked processes. Return its results in rank order."""
-    _refuse_fork(cpu=variables.get("EASYMP_CPU") == "1")
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RefusedError(
+            "a process group is running in this process, and forked processes would share its connections: end it "
+            "(Accelerator.end_training() or torch.distributed.destroy_process_group()), or restart the kernel"
+        )
+    if torch.cuda.is_initialized() and variables.get("EASYMP_CPU") != "1":
+        raise RefusedError(
+            "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's "
+            "kernel, and build models, tensors on the GPU and the Accelerator inside the function only"
+        )
     try:
         results = agent.run(
             lambda: _in_child(function, args),
@@ -304,21 +315,6 @@ def _run_function(
             raise KeyboardInterrupt from None
         raise SystemExit(128 + error.number) from None
     return [value for _, value in sorted(results.items())]
-
-
-def _refuse_fork(cpu: bool) -> None:
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise RefusedError(
-            "a process group is running in this process, and forked processes would share its connections: end it "
-            "(Accelerator.end_training() or torch.distributed.destroy_process_group()), or restart the kernel"
-        )
-    if torch.cuda.is_initialized() and not cpu:
-        raise RefusedError(
-            "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's "
-            "kernel, and build models, tensors on the GPU and the Accelerator inside the function only"
-        )
 
 
 def _in_child(function: Callable[..., R], args: Sequence[Any]) -> Any:

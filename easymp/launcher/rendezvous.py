@@ -206,28 +206,13 @@ def check_port_is_free(config: RendezvousConfig) -> None:
             ) from None
 
 
-def reserve_port() -> tuple[socket.socket, int]:
-    """A free port, and a socket that keeps other programs from getting it while ranks import torch.
-
-    torch's store sets SO_REUSEADDR, by which it may listen there meanwhile: on Linux; elsewhere nothing is reserved.
-    """
-    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reservation.bind(("", 0))
-    port = reservation.getsockname()[1]
-    if sys.platform == "linux":
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    else:
-        reservation.close()
-    return reservation, port
-
-
 # -- handlers
 
 
 class Report(NamedTuple):
     """How a node's part of the run ended, as its launcher tells the others."""
 
-    failures: tuple[Failure, ...] = ()  # of its ranks, likeliest cause first
+    failure: Failure | None = None  # of its ranks, the likeliest cause
     caused: bool = False  # whether the cause is there, and not another rank that was lost
     signal: int | None = None  # that stopped its launcher
     checkpoint: str = ""  # that its ranks saved: they can be started again
@@ -267,8 +252,18 @@ class SingleNode:
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._config.address, port))
 
     def _next_port(self) -> int:
+        """A free port, and a socket that keeps other programs from getting it while ranks import torch.
+
+        torch's store sets SO_REUSEADDR, by which it may listen there meanwhile: on Linux. Elsewhere no port is kept.
+        """
         self._reservation.close()
-        self._reservation, port = reserve_port()
+        self._reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._reservation.bind(("", 0))
+        port: int = self._reservation.getsockname()[1]
+        if sys.platform == "linux":
+            self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            self._reservation.close()
         return port
 
     def num_nodes_waiting(self) -> int:
@@ -346,11 +341,10 @@ class MultiNode(SingleNode):
             ) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
             try:
-                reports = self._final_reports()
+                if reports := list(filter(self._is_final, self._reports())):
+                    raise Ended(reports) from None
             except RuntimeError as error:  # the main node closed the run and did not wait for this one
                 raise self._main_node_is_gone(error) from None
-            if reports:
-                raise Ended(reports) from None
             event = "'s ranks could start again" if self._rounds else " took part"
             ending = f"the run at {config.endpoint} is over, before this node{event}"
             raise WorldError(f"{ending}: the others' output says how it ended") from None
@@ -396,7 +390,8 @@ class MultiNode(SingleNode):
         reports: list[Report] = []
         waiting = 0
         with self._unless_lost():
-            reports, waiting = self._final_reports(), int(self._handler.num_nodes_waiting())
+            reports = list(filter(self._is_final, self._reports()))
+            waiting = int(self._handler.num_nodes_waiting())
         if reports and not self._lost:
             self._mailbox.store.add("heard", 1)
             raise Ended(reports)
@@ -404,8 +399,8 @@ class MultiNode(SingleNode):
         return waiting
 
     def publish(self, report: Report) -> None:
-        failures = tuple(f._replace(text="") for f in report.failures)  # tracebacks are shown where they arose
-        report = report._replace(failures=failures, node=self._name, is_main=self._is_main)
+        failure = report.failure and report.failure._replace(text="")  # tracebacks are shown where they arose
+        report = report._replace(failure=failure, node=self._name, is_main=self._is_main)
         with self._unless_lost():
             self._report_number = self._mailbox.send("reports", json.dumps(report))
 
@@ -445,14 +440,11 @@ class MultiNode(SingleNode):
     def _reports(self) -> list[Report]:
         texts = self._mailbox.messages("reports")
         reports = [Report(*json.loads(text)) for number, text in texts.items() if number != self._report_number]
-        return [r._replace(failures=tuple(Failure(*failure) for failure in r.failures)) for r in reports]
+        return [r._replace(failure=r.failure and Failure(*r.failure)) for r in reports]
 
     def _is_final(self, report: Report) -> bool:
         """Whether it ends the run here, too. Where nodes may come and go, a node that was stopped only leaves."""
         return report.signal is None or report.is_main or not self._config.elastic
-
-    def _final_reports(self) -> list[Report]:
-        return list(filter(self._is_final, self._reports()))
 
 
 def _open_store(config: RendezvousConfig, is_main: bool, name: str) -> Any:

@@ -98,7 +98,12 @@ def main() -> NoReturn:
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK") or 0
     if sys.platform == "linux":  # SIGTERM when the launcher is killed (PR_SET_PDEATHSIG = 1): no orphans
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    _count_local_ranks(env)
+    position = env.read("EASYMP_LAUNCHER")
+    if position is not None:  # local ranks over all launchers of this machine; each numbers its own workers from 0
+        launcher, _, launchers = position.partition(" of ")
+        local_rank, size = env.integer("LOCAL_RANK") or 0, env.integer("LOCAL_WORLD_SIZE") or 1
+        local = {"LOCAL_RANK": int(launcher) * size + local_rank, "LOCAL_WORLD_SIZE": int(launchers) * size}
+        env.put({name: str(value) for name, value in local.items()} | {"EASYMP_LAUNCHER": None})
     if error_file:
         faulthandler.enable(file=open(Path(error_file).with_name(FATAL), "w"))  # noqa: SIM115 (for good)
     code = 0
@@ -165,16 +170,6 @@ def _script_traceback(error: BaseException) -> TracebackType | None:
     while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         tb = tb.tb_next
     return tb
-
-
-def _count_local_ranks(env: ModuleType) -> None:
-    """Count local ranks over all launchers of this machine; each numbers its own workers from 0."""
-    position = env.read("EASYMP_LAUNCHER")
-    if position is not None:
-        launcher, _, launchers = position.partition(" of ")
-        rank, size = env.integer("LOCAL_RANK"), env.integer("LOCAL_WORLD_SIZE")
-        local = {"LOCAL_RANK": int(launcher) * size + rank, "LOCAL_WORLD_SIZE": int(launchers) * size}
-        env.put({name: str(value) for name, value in local.items()} | {"EASYMP_LAUNCHER": None})
 
 
 def _exit_later(code: int) -> None:

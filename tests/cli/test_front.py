@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -40,30 +39,21 @@ WRONG_USAGE = {
     "launch --slurm print train.py": "--slurm: it was removed. Instead: sbatch a script as in the guide to Slurm",
     "launch --no-numa train.py": "--no-numa: it was removed. Instead: torchrun --numa-binding=node",
     "launch --config nofile.toml train.py": "'nofile.toml' is not a file",
-    "launch --config . train.py": "'.' is not a file",
     "launch --set sede=1 train.py": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
     "test --processes 0": "below the smallest possible value, 1",
     "env nofile": "unrecognized arguments: nofile",
     "config --from nofile.json": "'nofile.json' is not a file",
-    "config --from fifo": "'fifo' is not a file",
-    "config --from .": "'.' is not a file",
     "compare nofile.py": "'nofile.py' is not a file",
     "compare train.py --repeets 3": "unrecognized arguments: --repeets 3, did you mean '--repeats'?",
     "compare train.py --plans": "--plans (the script's own",  # and no hint to --repeats
-    "compare missing1 missing2": "missing1, missing2: there is no such file or folder",
-    "compare train.py --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
-    "compare --strategy zero3 -m json": "did you mean 'fsdp'?",
     "prove nofile.py": "'nofile.py' is not a file",
     "prove train.py --strategy dpd": "did you mean 'ddp'?",
-    "prove train.py --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
     "rehearse train.py --typo": "--typo (the script's own",  # and no hint to --for
     "rehearse nofile.py": "'nofile.py' is not a file",
     "replay nowhere --step 3": "'nowhere' is not a folder",
     "plot nowhere": "there is no such file or folder",
     "estimate nofile": "'nofile' is not a model",
-    "estimate 0": "is not a number of parameters",
     "estimate 7B --strategy fsp": "strategy 'fsp' is not one of single",
-    "estimate 7B --precision bf61": "did you mean 'bf16'?",
     "estimate 7B --processes two": "'two' is not a whole number",
     "completion tcsh": "invalid choice: 'tcsh'",
     "checkpoint list": "required: PATH",
@@ -73,20 +63,16 @@ WRONG_AFTER_TORCH = {
     "launch --set strategy=ddp --set strategy_options.wrap=1 train.py": "no option 'wrap': it belongs to fsdp, hsdp",
     "env --for 8xH101": "did you mean 'H100'?",
     "config --yes --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
-    "rehearse train.py --precision bf61": "did you mean 'bf16'?",
     "replay . --step 3": "has no record of its script",
     "checkpoint list nowhere": "nowhere: there is no such file or folder",
     "checkpoint verify nowhere": "nowhere: there is no such file or folder",
     "checkpoint verify .": ": not a checkpoint",
-    "checkpoint inspect .": ": not a checkpoint",
-    "checkpoint diff . .": ": not a checkpoint",
     "checkpoint convert . out": ".: no weights",
 }
 
 
 def test_wrong_usage_of_every_command_is_2_and_named_before_torch_is_imported(folder):
     (folder / "train.py").touch()
-    os.mkfifo(folder / "fifo")
     lines = {**GOOD, **WRONG_USAGE, **WRONG_AFTER_TORCH}
     assert {line.split(" ")[0] for line in WRONG_USAGE} >= set(cli.COMMANDS)
     code = f"""
@@ -110,23 +96,6 @@ def test_a_script_that_fails_is_a_verdict(command, folder, capsys):
     (folder / "fails.py").write_text("raise ValueError('on purpose')")
     assert cli.main([command, "fails.py"]) == 1
     assert "ValueError: on purpose" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("outcome", "code"),
-    [
-        (0, 0),
-        (1, 1),
-        (7, 7),  # of launch
-        (CheckpointError("damaged"), 1),
-        (NoCheckpointError("none there"), 2),
-        (RefusedError("not here"), 2),
-        (SystemExit(2), 2),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_one_function_decides_the_exit_code(outcome, code):
-    assert cli.exit_code(outcome) == code
 
 
 @pytest.mark.parametrize(
@@ -172,11 +141,11 @@ def test_exit_codes_and_errors_are_the_commands(monkeypatch, capsys):
     assert (cli.main(["env"]), cli.main(["env", "--loud"])) == (40, 41)
     assert cli.main(["env", "--lou"]) == 2  # abbreviations would change their meaning with every new option
     capsys.readouterr()
-    Command.error = RefusedError("not here; there")
-    assert cli.main(["env"]) == 2
-    assert capsys.readouterr().err == "easymp: not here; there\n"
-    Command.error = KeyboardInterrupt()
-    assert cli.main(["env"]) == 130
+    errors = {RefusedError("not here; there"): 2, CheckpointError("damaged"): 1, NoCheckpointError("none there"): 2}
+    for error, code in {**errors, SystemExit(2): 2, KeyboardInterrupt(): 130}.items():
+        Command.error = error
+        assert cli.main(["env"]) == code
+    assert capsys.readouterr().err == "".join(f"easymp: {error}\n" for error in errors)
     Command.error = KeyError("a bug")  # keeps its traceback
     with pytest.raises(KeyError):
         cli.main(["env"])
@@ -226,10 +195,8 @@ def test_what_can_follow_is_offered(shell, tmp_path, capsys):
     assert "train.py" in complete(shell, "easymp launch tr", tmp_path, capsys)
 
 
-def test_every_command_and_flag_is_there_and_other_shells_are_refused(capsys):
+def test_every_command_and_flag_is_there(capsys):
     for shell in ("bash", "zsh", "fish"):
         assert cli.main(["completion", shell]) == 0
         text = capsys.readouterr().out
         assert all(name in text for name in cli.COMMANDS) and "max-shard-size" in text
-    assert cli.main(["completion", "tcsh"]) == 2
-    assert "invalid choice: 'tcsh'" in capsys.readouterr().err
