@@ -87,8 +87,6 @@ def facts(hardware: Hardware) -> list[list[str]]:
         rows.append([f"{device.kind}:{indices[0]}{last_index}", f"{count}{device.name}, {size(device.memory)}{note}"])
         units = device.tensor_cores | {name for name in ("bf16", "fp16") if getattr(device, name)}
         rows.append(["", f"{device.architecture or ''} {' '.join(sorted(units))}".strip()])
-    if hardware.links:
-        rows.append(["links", hardware.links])
     return rows + [["" if i else "not found", reason] for i, reason in enumerate(hardware.looked_for)]
 
 

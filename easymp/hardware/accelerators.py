@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import combinations, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from .cpu import ROOT
 from .facts import Device, Hardware
 
 INSTALL = "pytorch.org/get-started/locally"
-P2P_READ = 0  # NVML_P2P_CAPS_INDEX_READ of nvml.h, which pynvml has as a tuple by mistake
 
 # From this capability on, Tensor Cores take these input types. CUDA C++ Programming Guide, "Compute Capabilities",
 # table "Tensor Core Input Data Types Supported per Compute Capability", and the PTX ISA (mma, tcgen05.mma).
@@ -54,7 +53,6 @@ class Probe(NamedTuple):
     """The devices that a probe found, in the words of `Hardware`."""
 
     devices: tuple[Device, ...]
-    links: str = ""
     missing: tuple[str, ...] = ()  # sentences on devices that this torch has no code for
 
 
@@ -145,7 +143,7 @@ def probe_nvidia(root: Path = ROOT) -> Probe | str:
             f"NVIDIA driver {driver.version} runs CUDA {driver.cuda[0]}.{driver.cuda[1]}, but torch {version} needs "
             f"CUDA {torch.version.cuda}: update the driver or install torch built for CUDA {driver.cuda[0]} ({INSTALL})"
         )
-    return _nvidia_probe([(card.name, card.capability, card.memory) for card in driver.cards], driver.links)
+    return _nvidia_probe([(card.name, card.capability, card.memory) for card in driver.cards])
 
 
 def _probe_by_torch(visible_devices: str | None) -> Probe | str:
@@ -156,23 +154,15 @@ def _probe_by_torch(visible_devices: str | None) -> Probe | str:
             reason = str(caught[0].message).split("(Triggered")[0].strip().rstrip(".") if caught else ""
             return f"no NVIDIA GPU{setting}: {reason or 'the driver shows none or is not there'}"
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return _nvidia_probe([(c.name, (c.major, c.minor), c.total_memory) for c in cards], torch_links(len(cards)))
+    return _nvidia_probe([(c.name, (c.major, c.minor), c.total_memory) for c in cards])
 
 
-def _nvidia_probe(cards: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Probe:
+def _nvidia_probe(cards: Sequence[tuple[str, tuple[int, int], int]]) -> Probe:
     # torch.cuda.get_arch_list() before 2.9 asks is_available() first, which wakes the driver; the flags do not.
     flags = getattr(torch._C, "_cuda_getArchFlags", None)
     arch_list = (flags() or "").split() if flags else torch.cuda.get_arch_list()
     devices = tuple(nvidia_device(*card, i, arch_list) for i, card in enumerate(cards))
-    return Probe(devices, links, missing_code(devices, arch_list))
-
-
-def torch_links(count: int) -> str:
-    """``"P2P"`` where each card can read each other's memory, else ``"PCIe"``; ``""`` for one card."""
-    if count < 2:
-        return ""
-    pairs = combinations(range(count), 2)
-    return "P2P" if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs) else "PCIe"
+    return Probe(devices, missing_code(devices, arch_list))
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------
@@ -195,7 +185,6 @@ class Driver(NamedTuple):
     total: int  # cards of the machine
     cuda: tuple[int, int]  # newest CUDA that the driver can run
     version: str
-    links: str
 
 
 def read_nvml() -> Driver | None:
@@ -232,7 +221,6 @@ def read_nvml() -> Driver | None:
             total=len(cards),
             cuda=(cuda_version // 1000, cuda_version % 1000 // 10),
             version=_string(pynvml.nvmlSystemGetDriverVersion()),
-            links=_nvml_links(pynvml, visible),
         )
     except (pynvml.NVMLError, AttributeError, TypeError):
         return None  # a card that does not answer; a pynvml too old for a call
@@ -260,20 +248,6 @@ def _is_divided(nvml: Any, handle: Any) -> bool:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
     except nvml.NVMLError:  # not all cards can be divided
         return False
-
-
-def _nvml_links(nvml: Any, cards: Sequence[Card]) -> str:
-    """The slowest link between any two cards, which limits collectives."""
-    if len(cards) < 2:
-        return ""
-    pairs = [(a.handle, b.handle) for a, b in combinations(cards, 2)]
-    for name, capability in (("NVLink", nvml.NVML_P2P_CAPS_INDEX_NVLINK), ("PCIe P2P", P2P_READ)):
-        try:
-            if all(nvml.nvmlDeviceGetP2PStatus(a, b, capability) == nvml.NVML_P2P_STATUS_OK for a, b in pairs):
-                return name
-        except nvml.NVMLError:
-            continue
-    return "PCIe"
 
 
 def _string(value: str | bytes) -> str:
@@ -312,7 +286,7 @@ def probe_amd(root: Path = ROOT) -> Probe | str:
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     arch_list = torch.cuda.get_arch_list()
     devices = tuple(amd_device(c.name, c.gcnArchName, c.total_memory, i, arch_list) for i, c in enumerate(cards))
-    return Probe(devices, torch_links(len(devices)), missing_code(devices, arch_list))
+    return Probe(devices, missing_code(devices, arch_list))
 
 
 def probe_intel() -> Probe | str:
@@ -381,6 +355,6 @@ def _detect(use_accelerators: bool, visible_devices: str | None) -> Hardware:
     for vendor, probe in probes.items():  # the first that finds something wins
         result = probe()
         if isinstance(result, Probe):
-            return Hardware(processor, result.devices, vendor, result.links, (*missing, *result.missing))
+            return Hardware(processor, result.devices, vendor, (*missing, *result.missing))
         missing.append(result)
     return Hardware(processor, looked_for=tuple(missing))

@@ -60,7 +60,6 @@ class Hardware:
         cpu: the processor.
         devices: the visible accelerators, all of one kind.
         vendor: of the accelerators: "nvidia", "amd", "intel", "apple" or "none".
-        links: between the devices: "NVLink", "PCIe P2P" or "PCIe"; "" for one or none.
         looked_for: a sentence for each kind of hardware that was not found.
 
     Example:
@@ -71,7 +70,6 @@ class Hardware:
     cpu: CPU
     devices: tuple[Device, ...] = ()
     vendor: str = "none"
-    links: str = ""
     looked_for: tuple[str, ...] = ()
 
     @property

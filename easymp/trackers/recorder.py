@@ -191,7 +191,6 @@ def facts(hardware: Hardware) -> dict[str, Any]:
         "threads": cpu.threads,
         "memory": cpu.memory,
         "devices": [{"name": d.name, "memory": d.memory, "architecture": d.architecture} for d in hardware.devices],
-        "links": hardware.links,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

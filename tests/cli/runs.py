@@ -16,7 +16,6 @@ MACHINE: dict[str, Any] = {
     "threads": 64,
     "memory": 256 << 30,
     "devices": [{"name": "H100", "memory": 80 << 30, "architecture": "sm_90"}] * 2,
-    "links": "NVLink",
     "system": "Linux",
     "python": "3.11",
     "torch": "2.13.0",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.reads_hardware
 H100 = Device("cuda", 0, "H100", 80 << 30, (9, 0), "sm_90", frozenset({"bf16", "fp8"}), bf16=True, fp16=True)
 OLD = Device("cuda", 1, "Old", 8 << 30, (3, 5), "sm_35", built_for=False)
 XEON = CPU("Some Xeon", "x86_64", 32, 64, 2, 256 << 30, frozenset({"avx2", "amx_bf16"}))
-SERVER = Hardware(XEON, (H100, OLD), "nvidia", "NVLink", ("no XPU: torch is built without it",))
+SERVER = Hardware(XEON, (H100, OLD), "nvidia", ("no XPU: torch is built without it",))
 
 
 def test_this_machine(capsys):
@@ -52,7 +52,6 @@ def test_facts_of_another_machine():
         "cuda:0     H100, 80.0 GiB",
         "sm_90 bf16 fp16 fp8",
         "Old, 8.0 GiB; this torch has no code for it",
-        "links      NVLink",
         "not found  no XPU",
         "cuda:0-7   8 x NVIDIA H100 80GB HBM3, 79.1 GiB",
     ):

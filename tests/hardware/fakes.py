@@ -23,11 +23,11 @@ class NVMLError(Exception):
     pass
 
 
-def pynvml(cards, cuda=13000, p2p=lambda a, b, capability: 0, fails=()):
-    """A module like pynvml, over `cards`. `p2p(a, b, capability)` answers with a status. Calls in `fails` raise."""
+def pynvml(cards, cuda=13000, fails=()):
+    """A module like pynvml, over `cards`. Calls in `fails` raise."""
     fake = types.ModuleType("pynvml")
     fake.NVMLError, fake.nvmlMemory_v2, fake.open = NVMLError, 0x02000028, 0
-    fake.NVML_DEVICE_MIG_ENABLE, fake.NVML_P2P_CAPS_INDEX_NVLINK, fake.NVML_P2P_STATUS_OK = 1, 2, 0
+    fake.NVML_DEVICE_MIG_ENABLE = 1
 
     def refuse(*_):
         raise NVMLError("Not Supported")
@@ -51,7 +51,6 @@ def pynvml(cards, cuda=13000, p2p=lambda a, b, capability: 0, fails=()):
         "nvmlDeviceGetCudaComputeCapability": lambda card: list(card.capability),
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetMigMode": lambda card: refuse() if card.mig is None else [int(card.mig)] * 2,
-        "nvmlDeviceGetP2PStatus": p2p,
     }
     for name, call in calls.items():
         setattr(fake, name, refuse if name in fails else call)
@@ -63,7 +62,7 @@ def install(monkeypatch, fake, cuda="13.0", arch=WHEEL):
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: arch, raising=False)
-    for name in ("is_available", "device_count", "get_device_properties", "can_device_access_peer", "init"):
+    for name in ("is_available", "device_count", "get_device_properties", "init"):
         monkeypatch.setattr(torch.cuda, name, forbidden(name))
 
 

@@ -31,13 +31,11 @@ GRAVITON = CPU("Neoverse-V2", "aarch64", 64, 64, 1, _gib(247.0), NEON | {"sve", 
 M3 = CPU("Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), NEON)
 
 
-def _nvidia(
-    cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores: frozenset[str], count=1, links=""
-) -> Hardware:
+def _nvidia(cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores: frozenset[str], count=1) -> Hardware:
     arch = f"sm_{capability[0]}{capability[1]}"
     units = {"tensor_cores": cores, "bf16": "bf16" in cores, "fp16": "fp16" in cores}
     cards = tuple(Device("cuda", i, name, _gib(gib), capability, arch, **units) for i in range(count))
-    return Hardware(cpu, cards, "nvidia", links)
+    return Hardware(cpu, cards, "nvidia")
 
 
 def _machine_with(cpu: CPU, vendor: str, device: Device) -> Hardware:
@@ -61,11 +59,11 @@ MACHINES: dict[str, Hardware] = {
     "T4": _nvidia(CLOUD, "Tesla T4", (7, 5), 14.56, frozenset({"fp16"})),
     "GTX 1660": _nvidia(LAPTOP, "NVIDIA GeForce GTX 1660 Ti", (7, 5), 5.80, frozenset()),
     "A100": _nvidia(EPYC, "NVIDIA A100-SXM4-40GB", (8, 0), 39.49, AMPERE),
-    "2xA100 NVLink": _nvidia(EPYC, "NVIDIA A100-SXM4-80GB", (8, 0), 79.25, AMPERE, 2, "NVLink"),
-    "2xRTX 3090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 3090", (8, 6), 23.58, AMPERE, 2, "PCIe"),
+    "2xA100 NVLink": _nvidia(EPYC, "NVIDIA A100-SXM4-80GB", (8, 0), 79.25, AMPERE, 2),
+    "2xRTX 3090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 3090", (8, 6), 23.58, AMPERE, 2),
     "L4": _nvidia(CLOUD, "NVIDIA L4", (8, 9), 22.05, HOPPER),
     "H100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER),
-    "8xH100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER, 8, "NVLink"),
+    "8xH100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER, 8),
     "B200": _nvidia(GRANITE, "NVIDIA B200", (10, 0), 178.35, HOPPER),
     "RTX 5090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 5090", (12, 0), 31.36, HOPPER),
     "MI300X": _machine_with(GENOA, "amd", MI300X),

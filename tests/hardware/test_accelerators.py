@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from easymp import detect
-from easymp.hardware import accelerators
 
 from .fakes import WHEEL, FakeCard, install, properties, pynvml
 from .machines import MACHINES
@@ -89,22 +88,6 @@ def test_which_compiled_code_runs_where(capability, built, build, monkeypatch):
 # -- NVIDIA by NVML ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("connected", "links"),
-    [
-        (lambda pair, capability: True, "NVLink"),
-        (lambda pair, capability: capability == 0, "PCIe P2P"),
-        (lambda pair, capability: pair == {"GPU-0", "GPU-1"}, "PCIe"),  # the weakest pair
-    ],
-)
-def test_links(monkeypatch, connected, links):
-    cards = [FakeCard(uuid=f"GPU-{i}") for i in range(3)]
-    install(
-        monkeypatch, pynvml(cards, p2p=lambda a, b, capability: 0 if connected({a.uuid, b.uuid}, capability) else 5)
-    )
-    assert detect().links == links
-
-
 def test_a_driver_too_old_for_this_torch(monkeypatch):
     install(monkeypatch, pynvml([FakeCard()], cuda=12040))
     assert "runs CUDA 12.4" in missing() and "install torch built for CUDA 12" in missing()
@@ -147,23 +130,19 @@ def test_asked_again_where_other_devices_are_visible(monkeypatch):
 # -- NVIDIA by torch ---------------------------------------------------------------------------------------------------
 
 
-def by_torch(monkeypatch, cards, peers=True):
+def by_torch(monkeypatch, cards):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties(cards))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
 
 
 @pytest.mark.parametrize("fails", [None, "nvmlInit", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"])
 def test_torch_is_asked_where_nvml_is_silent(monkeypatch, fails):
     fake = None if fails is None else pynvml([FakeCard(), FakeCard()], fails={fails})
-    for peers, links in ((True, "P2P"), (False, "PCIe")):
-        install(monkeypatch, fake)
-        by_torch(monkeypatch, PAIR, peers)
-        accelerators._detect.cache_clear()
-        machine = detect()
-        assert [device.architecture for device in machine.devices] == ["sm_80", "sm_80"] and machine.links == links
-        assert fake is None or fake.open == 0
+    install(monkeypatch, fake)
+    by_torch(monkeypatch, PAIR)
+    assert [device.architecture for device in detect().devices] == ["sm_80", "sm_80"]
+    assert fake is None or fake.open == 0
 
 
 DIVIDED = [FakeCard(mig=False, uuid="GPU-1"), FakeCard(mig=True, uuid="GPU-2")]

@@ -364,7 +364,7 @@ def make_page(comparison: Comparison, panels: Sequence[Panel]) -> str:
         numbers = [f"{devices.count(device)} × {device}" for device in dict.fromkeys(devices)]
         facts = (
             f"{machine['processor']}: {machine['cores']} cores, {machine['threads']} threads usable, "
-            f"{size(machine['memory'])}; {'; '.join(numbers) or 'no accelerator'}; {machine['links'] or 'no links'}; "
+            f"{size(machine['memory'])}; {'; '.join(numbers) or 'no accelerator'}; "
             f"{machine['system']}; torch {machine['torch']}, easymp {machine['easymp']}, Python {machine['python']}"
         )
         sections.append(Section("Machine", notes=[facts]))
