@@ -30,7 +30,7 @@ COMMANDS = {
     "prove": "show that a script trains under a plan as on one process in fp32, or what differs",
     "rehearse": "run a script's start as ranks of a world that does not exist: bytes, collectives, what would fail",
     "replay": "run a training again up to an update, bit for bit, and look at it",
-    "plot": "draw the curves that runs have logged, as a page or a picture",
+    "plot": "draw the curves that runs have logged",
     "estimate": "estimate the memory that a model needs, and whether it fits this machine",
     "completion": "print a script by which bash, zsh or fish completes these words",
     "checkpoint": "list, inspect, verify, convert, compare and prune checkpoints",

@@ -5,12 +5,10 @@ are those of acc.log, under log_with="jsonl", which is the default.
 
 examples:
   easymp plot runs/one
-  easymp plot runs/one runs/two --metric loss --metric 'val/*' --html curves.html
+  easymp plot runs/one runs/two --metric loss --metric 'val/*'
   easymp plot runs --x time --output curves.png
 
-The table of the last values is always printed. --html writes one page without links to other hosts, --output a picture
-(.png or .svg); without both the page is easymp-plot.html. They need matplotlib and jinja2: pip install
-'easymp[report]'.
+The table of the last values is always printed. The picture needs matplotlib: pip install 'easymp[report]'.
 """
 
 from __future__ import annotations
@@ -63,19 +61,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     metric = "draw this logged value, or those that match, as 'val/*'; may be repeated (all numbers)"
     add("--metric", action="append", default=[], metavar="NAME", help=metric)
     add("--x", choices=("step", "time"), default="step", help="the horizontal axis (step)")
-    add("--html", type=Path, metavar="FILE", help="write a page")
-    add("--output", type=Path, metavar="FILE", help="write a picture, .png or .svg")
+    picture = "the picture to write, .png or .svg (%(default)s)"
+    add("--output", type=Path, default=Path("easymp-plot.svg"), metavar="FILE", help=picture)
 
 
 def run(args: argparse.Namespace) -> int:
-    form = args.output.suffix.lower().removeprefix(".") if args.output else "png"
+    form = args.output.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
         raise SettingError(f"--output {args.output}: name a file that ends with .png or .svg")
     runs = read(args.runs)
     names = choose(runs, args.metric)
     rows = [["", "rows", "step", *names], *(last_values(run, names) for run in runs)]
     print(table(rows, right=set(range(1, len(rows[0])))))
-    if sentence := missing_packages("report", "matplotlib", "jinja2"):
+    if sentence := missing_packages("report", "matplotlib"):
         raise SettingError(f"No curves: {sentence}")
     panels: list[Panel] = []
     for name in names:
@@ -89,12 +87,8 @@ def run(args: argparse.Namespace) -> int:
             panels.append((name, partial(draw_name, y_label=name)))
     if not panels:
         raise SettingError(f"No curves: of {', '.join(names)} no run has logged a finite number")
-    html = args.html or (None if args.output else Path("easymp-plot.html"))
-    if html:
-        html.write_text(make_page(runs, names, panels), encoding="utf-8")
-    if args.output:
-        args.output.write_bytes(draw(panels, min(2, len(panels)), form))
-    print("\nwrote " + "\n      ".join(str(path) for path in (html, args.output) if path))
+    args.output.write_bytes(draw(panels, min(2, len(panels)), form))
+    print(f"\nwrote {args.output}")
     return 0
 
 
@@ -187,21 +181,6 @@ def last_values(run: Run, names: Sequence[str]) -> list[str]:
     step = max((curve[-1].step for curve in run.curves.values()), default=0)
     values = [f"{run.curves[name][-1].value:.4g}" if name in run.curves else "–" for name in names]
     return [run.name, f"{run.rows:,}", f"{step:,}", *values]
-
-
-def make_page(runs: Sequence[Run], names: Sequence[str], panels: Sequence[Panel]) -> str:
-    """One HTML file: a picture for each panel, and a table of the runs with the settings that differ."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
-    rows = [["run", "rows", "step", *names, *differing]]
-    for run in runs:
-        settings = [run.config.get(key) for key in differing]
-        rows.append([*last_values(run, names), *("–" if value is None else str(value) for value in settings)])
-    note = f"The last values{', and the settings that differ' if differing else ''}."
-    noisy = any(len(curve) > NOISY for run in runs for curve in run.curves.values())
-    curves = Section("Curves", panels=panels, notes=[RUNNING_MEANS] if noisy else [])
-    title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].name
-    return render(title, [], [curves, Section("Runs", rows, notes=[note], series=True)])
 
 
 # -- drawing, for `easymp compare`, too
