@@ -109,7 +109,7 @@ def test_answers_reach_the_file_and_arrow_keys_pass_over_what_is_impossible(talk
         ("2xRTX 3090", [], ["3", "0", "two"], "processes", 1),
         ("2xRTX 3090", [""], ["0", "4:2", "many"], "nodes", "2"),
         ("laptop CPU", ["", ""], ["0", "1.5"], "gradient_accumulation_steps", 2),
-        ("laptop CPU", ["", "", ""], ["file/runs", "s4://bucket"], "project_dir", "logs"),
+        ("laptop CPU", ["", "", ""], ["file/runs"], "project_dir", "logs"),
     ],
 )
 def test_a_wrong_answer_is_refused(machine, answers, wrong, setting, value, talk):

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
-
 from ... import hardware as hardware_package
 from ... import settings
 from ...base import env
@@ -151,12 +149,8 @@ class Question(NamedTuple):
 
 
 def check_writable(path: str) -> None:
-    """Raise SettingError where nothing can be written to `path`, a folder or a URL of fsspec; nothing is created."""
+    """Raise SettingError where nothing can be written to the folder `path`; a URL is not tried. Nothing is created."""
     if "://" in path:
-        try:
-            fsspec.get_filesystem_class(path.split("://")[0])
-        except (ValueError, ImportError) as error:
-            raise SettingError(f"fsspec cannot open {path}: {error}") from error
         return
     parent = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
     if not parent.is_dir():

@@ -151,20 +151,17 @@ def _table(estimates: estimate_rows.Estimates) -> str:
     }
     if not any(row.need.activations for row in estimates.rows):
         del columns["activations"]
-    with_batch = any(row.largest for row in estimates.rows)
-    rows: list[list[Any]] = [["on", "strategy", "precision", *columns, "spare", "most" if with_batch else ""]]
+    rows: list[list[Any]] = [["on", "strategy", "precision", *columns, "spare"]]
     for row in estimates.rows:
         sizes = [sum(getattr(row.need, field) or 0 for field in fields) for fields in columns.values()]
         cells = [f"{bytes_ / scale:,.2f}" if bytes_ else "-" for bytes_ in sizes]
-        batch = f"{row.largest:,}" if row.largest else "-" if with_batch else ""
-        settings = [row.need.world, row.need.strategy, row.need.precision]
-        rows.append([*settings, *cells, f"{row.spare / scale:+,.2f}", batch])
+        rows.append([row.need.world, row.need.strategy, row.need.precision, *cells, f"{row.spare / scale:+,.2f}"])
     available = {row.available for row in estimates.rows}
     shared = ", shared by the processes," if len(available) > 1 else ""
     legend = (
         f"{name} a rank. weights: with buffers; states: with fp32 masters; copies: low-precision weights, and "
         f"weights and gradients on their way between ranks; spare: of {size(max(available))}{shared} less a fifth for "
-        f"activations and workspace.{' most: the largest micro-batch that fits.' if with_batch else ''}"
+        "activations and workspace."
     )
     return f"{table(rows, right={0, *range(3, len(rows[0]))})}\n\n{wrap(legend)}"
 
@@ -173,7 +170,7 @@ def _record(model: estimate_rows.Model, estimates: estimate_rows.Estimates) -> d
     rows = []
     for row in estimates.rows:
         facts = {"total": row.need.total, "available": row.available, "fits": row.fits}
-        rows.append({**dataclasses.asdict(row.need), **facts, "spare": row.spare, "largest": row.largest})
+        rows.append({**dataclasses.asdict(row.need), **facts, "spare": row.spare})
     choices = {
         name: row and {"strategy": row.need.strategy, "processes": row.need.world, "precision": row.need.precision}
         for name, row in {"suggested": estimates.suggested, "smallest": estimates.smallest}.items()

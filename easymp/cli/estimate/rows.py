@@ -176,7 +176,6 @@ class Row(NamedTuple):
 
     need: Memory
     available: int
-    largest: int = 0  # samples of the largest micro-batch that fits, where activations are counted, too
 
     @property
     def fits(self) -> bool:
@@ -223,7 +222,7 @@ def estimates(
     training: dict[str, Any],
     memory: int | None,
 ) -> Estimates:
-    """Estimate every combination. With a sample, each row has the largest micro-batch that fits.
+    """Estimate every combination.
 
     `training` has arguments that `memory.estimate` takes; `memory` is that of a rank on another machine.
     """
@@ -257,7 +256,6 @@ def estimates(
     if sample is not None and not by_size:
         single = {**training, "options": None, "strategy": "single"}
         activations = {name: estimate(model.module, **single, precision=name) for name in precisions}
-    batch = len(sample[0]) if sample and sample[0].ndim else 1
     rows: list[Row] = []
     for (world, plan), strategy in product(plans.items(), strategies or SIMPLEST):
         if refusal := STRATEGIES[strategy].refuse(facts[world]):
@@ -276,10 +274,7 @@ def estimates(
             except EasympError as error:  # this model, under this strategy
                 refused.append(f"{strategy} on {world} with {precision}: {error}")
                 continue
-            row = Row(need, plan.memory)
-            if need.activations and not by_size:
-                row = row._replace(largest=max(0, (row.spare + need.activations) * batch // need.activations))
-            rows.append(row)
+            rows.append(Row(need, plan.memory))
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
     # Of each world the first row that fits, in the preferred precision.
