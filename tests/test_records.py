@@ -44,7 +44,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         (record, {"symmetric_memory": False}, "no longer has the option 'symmetric_memory': shards are gathered")
         for record in ("FSDPOptions", "HSDPOptions")
     ),
-    ("TensorParallelOptions", {"async_tensor_parallel": True}, "Use sequence_parallel=True with compile='blocks'"),
+    ("TensorParallelOptions", {"async_tensor_parallel": True}, "orders collectives. Use compile='blocks'"),
     ("FSDPOptions", {"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
     ("PipelineOptions", {"splits": "blocks.1"}, "neither None nor a tuple of module names"),
     ("PipelineOptions", {"splits": ("a", "a")}, "names a module twice"),
@@ -53,7 +53,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("PipelineOptions", {"stages_per_rank": 2}, "which has one stage a process"),
     ("TensorParallelOptions", {"plan": {}}, "is not a mapping of module names to styles"),
     ("TensorParallelOptions", {"size": 1}, "size=1 is not a whole number of at least 2"),
-    ("TensorParallelOptions", {"sequence_parallel": 1}, "sequence_parallel=1 is neither True nor False"),
+    ("TensorParallelOptions", {"sequence_parallel": True}, "torch's styles cut sequences"),
     ("TensorParallelOptions", {"fsdp": True}, "fsdp=True is neither an FSDPOptions nor a dict"),
     *(
         ("DistributedDataParallelKwargs", options, words)

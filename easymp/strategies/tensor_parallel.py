@@ -8,7 +8,7 @@ fsdp.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..base.dtensor import ShardMemory, local, names_of, rebind
 from ..distributed import World
-from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
+from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.sharded import check_sums
 from ..optim.torch_step import values
 from ..options import Record, option
@@ -46,14 +46,12 @@ class TensorParallelOptions(Record):
     - "colwise_rep": the same, with the output gathered;
     - "rowwise": input features are split, as "colwise" left them, and outputs are summed; of an embedding, its words;
     - "rowwise_rep": the same, for an input that is whole;
-    - "sequence": a norm or dropout that gets a piece of the sequence;
-    - "sequence_split": a module whose first input is whole, and cut to this rank's piece of the sequence;
     - "replicated_with_grad_allreduce": a norm between "colwise" and "rowwise", as on heads: its gradients are summed;
     - "replicate": the module stays as it is;
     - a `torch.distributed.tensor.parallel.ParallelStyle`.
 
     Hugging Face's other words for these are understood: "colwise_gather_output", "rowwise_split_input",
-    "embedding_rowwise", "sequence_parallel".
+    "embedding_rowwise".
 
     Raises:
         SettingError: a value of another type, or a former option.
@@ -63,7 +61,9 @@ class TensorParallelOptions(Record):
     """
 
     retired: ClassVar = {
-        "async_tensor_parallel": "torch.compile orders collectives. Use sequence_parallel=True with compile='blocks'"
+        "async_tensor_parallel": "torch.compile orders collectives. Use compile='blocks'",
+        "sequence_parallel": "torch's styles cut sequences. Put SequenceParallel(), PrepareModuleInput(...) and "
+        "RowwiseParallel(output_layouts=Shard(1)) into the plan, or use context_parallel of strategy 'fsdp'",
     }
 
     plan: Mapping[str, Any] | None = option(
@@ -76,12 +76,6 @@ class TensorParallelOptions(Record):
         None,
         "ranks of a group, neighbours, which see the same data; divides the number of processes. None: all of them",
         least=2,
-    )
-    sequence_parallel: bool = option(
-        False,
-        'between "rowwise" and "colwise" each rank holds a piece of the sequence, dimension 1 of (batch, sequence, '
-        'features), whose length `size` must divide: outputs of "rowwise" layers and embeddings are cut, inputs of '
-        '"colwise" layers gathered. The plan names every layer with trainable parameters',
     )
     fsdp: FSDPOptions = option(make=FSDPOptions, help="how several groups shard the parameters that a rank holds")
 
@@ -148,7 +142,7 @@ class TensorParallel(Single):
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         width = options.size or size
         groups = max(size // width, 1)
-        parts = read_plan(model, options.plan, width, options.sequence_parallel)
+        parts = read_plan(model, options.plan, width)
         dims = {id(p): part.dim(name) for part in parts for name, p in part.module._parameters.items()}
 
         def elements(shards: int, name: str, parameter: Tensor) -> int:
@@ -193,13 +187,13 @@ class TensorParallel(Single):
             check_shardable(model)
         policy, options, world = context.policy, self.options, self._world
         model = policy.convert(model)
-        parts = read_plan(model, options.plan, self._size, options.sequence_parallel)
+        parts = read_plan(model, options.plan, self._size)
         if context.place:
             model.to(world.device)
         broadcast_model(model, world)
         tied = [owners for owners in holders(model).values() if len(owners) > 1]
         for part in parts:
-            apply(part, self._mesh["tensor"], options.sequence_parallel)
+            apply(part, self._mesh["tensor"])
         for owners in tied:
             _tie(owners)
         groups = find_groups(model, options.fsdp.wrap) if self.data_size > 1 else []
@@ -250,7 +244,7 @@ class TensorParallel(Single):
                     "the ranks of a group have different gradients for "
                     f"{self._names.get(id(parameter), 'a parameter')!r}, which each of them holds whole: it acts on a "
                     "part of the features or of the sequence. Say 'replicated_with_grad_allreduce' for its layer in "
-                    "the plan (or 'sequence', under sequence parallelism)"
+                    "the plan"
                 )
         return True
 
@@ -315,15 +309,14 @@ def _tie(owners: Sequence[Owner]) -> None:
 # -- the plan: which modules are split, and how, read before anything is changed ---------------------------------------
 
 
-SEQUENCE_DIM = 1  # of (batch, sequence, features)
 SPLIT_MODULES = (nn.Linear, nn.Embedding)
 SPLITTING = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
-STYLES = (*SPLITTING, "sequence", "sequence_split", "replicated_with_grad_allreduce", "replicate")
+STYLES = (*SPLITTING, "replicated_with_grad_allreduce", "replicate")
+REMOVED = ("sequence", "sequence_split", "sequence_parallel")
 ALIASES = {
     "colwise_gather_output": "colwise_rep",
     "rowwise_split_input": "rowwise_rep",
     "embedding_rowwise": "rowwise_rep",
-    "sequence_parallel": "sequence",
 }
 
 
@@ -345,18 +338,13 @@ class Part:
         return int(columns == isinstance(self.module, nn.Embedding))
 
 
-def read_plan(model: nn.Module, plan: Mapping[str, Any] | None, size: int, sequence_parallel: bool) -> list[Part]:
+def read_plan(model: nn.Module, plan: Mapping[str, Any] | None, size: int) -> list[Part]:
     """Which modules groups of `size` ranks split, and how: by `plan`, the model's own plan, or `gathered`."""
     kind = type(model).__name__
     styles = plan
     if plan is None:
         plans = [getattr(model, name, None) for name in ("tp_plan", "_tp_plan")]
         styles = next((plan for plan in plans if isinstance(plan, Mapping) and plan), None)
-    if styles is None and sequence_parallel:
-        raise PrepareError(
-            f"sequence_parallel=True needs a plan, for no rule can tell which parts of this {kind} see a piece of the "
-            "sequence: pass strategy_options={'plan': ..., 'sequence_parallel': True}"
-        )
     styles = styles or gathered(model, size)
     if not styles:
         layers = f"nn.Linear and no nn.Embedding of at least {size} features"
@@ -366,10 +354,6 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None, size: int, seque
     for part in parts:
         if reason := _refusal(part, size, atom_of):
             raise PrepareError(f"{part.name!r} {reason}")
-        if part.style in ("sequence", "sequence_split") and not sequence_parallel:
-            raise PrepareError(f"the plan says {part.style!r} for {part.name!r}, which needs sequence_parallel=True")
-    if sequence_parallel:
-        _check_sequence(model, parts)
     return parts
 
 
@@ -412,6 +396,11 @@ def _match(model: nn.Module, styles: Mapping[str, Any], lenient: bool) -> list[P
         if not matched and lenient:
             continue  # a model's own plan may name parts that its configuration left out, in styles of its own
         style = ALIASES.get(label, label) if isinstance(label, str) else label
+        if style in REMOVED:
+            raise PrepareError(
+                f"the plan's {pattern!r} has the style {label!r}, which was removed: put torch's SequenceParallel() or "
+                "PrepareModuleInput(...) there"
+            )
         if isinstance(style, str) and style not in STYLES:
             hint, labels = nearest(label, (*STYLES, *ALIASES)) or ",", ", ".join((*STYLES, *ALIASES))
             raise PrepareError(f"the plan's {pattern!r} has the style {label!r}{hint} known: {labels}")
@@ -457,7 +446,7 @@ def _refusal(part: Part, size: int, atom_of: Mapping[int, str]) -> str:
     module, style = part.module, part.style
     if id(module) in atom_of and style != "replicate":
         return f"lies in a {atom_of[id(module)]}, which reads its weights without calling it: leave it out of the plan"
-    if style in ("sequence", "replicated_with_grad_allreduce") and any(True for _ in module.children()):
+    if style == "replicated_with_grad_allreduce" and any(True for _ in module.children()):
         return f"is a {type(module).__name__}, and {style!r} is for single layers: name the layers in it"
     if style not in SPLITTING:
         return ""
@@ -479,76 +468,30 @@ def _refusal(part: Part, size: int, atom_of: Mapping[int, str]) -> str:
     return ""
 
 
-def _check_sequence(model: nn.Module, parts: Iterable[Part]) -> None:
-    embedding = any(isinstance(p.module, nn.Embedding) for p in parts)
-    if not embedding and all(isinstance(p.style, str) and p.style != "sequence_split" for p in parts):
-        raise PrepareError(
-            "sequence_parallel=True, but nothing in the plan splits the sequence, so every rank would take the whole "
-            "for its piece: say 'rowwise' for the embedding, or 'sequence_split' for the first module that takes "
-            "(batch, sequence, features)"
-        )
-    covered = {id(q) for p in parts if p.style != "sequence_split" for q in p.module.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in covered:
-            raise PrepareError(
-                f"sequence_parallel=True, and the plan does not name {name!r}: a gradient from a piece of the sequence "
-                "has to be summed. Say 'sequence' for a layer that sees a piece, 'replicate' for a module that sees "
-                "the whole"
-            )
-
-
-def apply(part: Part, mesh: Any, sequence_parallel: bool) -> None:
+def apply(part: Part, mesh: Any) -> None:
     """Split one module in place, over a mesh of one dimension; parameters that cannot train still cannot."""
     from torch.distributed.tensor.parallel import parallelize_module  # here: it takes half a second
 
     module, style = part.module, part.style
     if style == "replicate":
         return
-    if style == "sequence_split":
-        module.register_forward_pre_hook(partial(_split_input, part.name, mesh))
-        return
     trained = {name: p.requires_grad for name, p in module.named_parameters()}
-    summed = style in SPLITTING and (isinstance(module, nn.Embedding) or style.startswith("rowwise"))
-    if sequence_parallel and summed:  # before torch's hook, which cuts
-        module.register_forward_hook(lambda _, __, output: _check_length(part.name, output, mesh.size()))
-    parallelize_module(module, mesh, _parallel_style(part, sequence_parallel))
+    parallelize_module(module, mesh, _parallel_style(part))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained[name])
 
 
-def _parallel_style(part: Part, sequence_parallel: bool) -> Any:
+def _parallel_style(part: Part) -> Any:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     style = part.style
     if not isinstance(style, str):
         return style
-    if style == "sequence":
-        return SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
     if style == "replicated_with_grad_allreduce":
         # Each rank has different inputs (its heads). DTensor treats them as one long batch, so gradients are summed.
         return SequenceParallel(sequence_dim=0, use_local_output=True)
-    sequence_layout = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
-    embedding = isinstance(part.module, nn.Embedding)
     if style.startswith("colwise"):
-        outputs = Shard(-1) if style == "colwise" else sequence_layout if embedding else Replicate()
-        return ColwiseParallel(input_layouts=Replicate() if embedding else sequence_layout, output_layouts=outputs)
-    whole_input = embedding or style == "rowwise_rep"
-    return RowwiseParallel(input_layouts=Replicate() if whole_input else Shard(-1), output_layouts=sequence_layout)
-
-
-def _split_input(name: str, mesh: Any, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    _check_length(name, inputs[0], mesh.size())
-    replicated = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-    return (replicated.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local(), *inputs[1:])
-
-
-def _check_length(name: str, tensor: Tensor, size: int) -> None:
-    """Raises BatchError where a sequence cannot be cut into pieces of one length."""
-    if tensor.ndim < 3 or tensor.shape[SEQUENCE_DIM] % size:
-        raise BatchError(
-            f"sequence parallelism cuts dimension 1 of (batch, sequence, features) into {size} pieces of one length, "
-            f"and {name!r} has {tuple(tensor.shape)}: pad the sequences, or set sequence_parallel=False"
-        )
+        return ColwiseParallel(output_layouts=Shard(-1) if style == "colwise" else Replicate())
+    whole_input = isinstance(part.module, nn.Embedding) or style == "rowwise_rep"
+    return RowwiseParallel(input_layouts=Replicate() if whole_input else Shard(-1), output_layouts=Replicate())

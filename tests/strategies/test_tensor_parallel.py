@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import BatchError, PrepareError, SettingError, StepError, TensorParallelOptions
+from easymp import PrepareError, SettingError, StepError, TensorParallelOptions
 from easymp.strategies.tensor_parallel import TensorParallel, read_plan
 
 from ..versions import ADDS
@@ -46,12 +46,11 @@ class Layer(nn.Module):
 
 
 class Language(nn.Module):
-    """A transformer with words and positions; the head may be the embedding."""
+    """A transformer without positions; the head may be the embedding."""
 
-    def __init__(self, tied: bool = True, positions: bool = False) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(11, 16), nn.Embedding(8, 16) if positions else None
-        self.enter, self.norm = nn.Identity(), nn.LayerNorm(16)
+        self.words, self.norm = nn.Embedding(11, 16), nn.LayerNorm(16)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(16, 11, bias=False)
         if tied:
@@ -59,8 +58,7 @@ class Language(nn.Module):
         self.layers[0].norm1.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.words(x) + (self.places(torch.arange(x.shape[1])) if self.places is not None else 0)
-        return self.head(self.norm(nn.Sequential(self.enter, *self.layers)(y))).transpose(1, 2)
+        return self.head(self.norm(nn.Sequential(self.words, *self.layers)(x))).transpose(1, 2)
 
 
 INNER = {
@@ -72,8 +70,6 @@ INNER = {
 }
 PLAN = {"words": "rowwise", "head": "colwise_rep", **INNER}
 HUGGING = {"words": "embedding_rowwise", "head": "colwise_gather_output", **INNER}
-PIECES = {"*norm*": "sequence"}
-ENTERED = {"words": "replicate", "places": "replicate", "enter": "sequence_split"}
 
 
 class Own(Language):
@@ -105,21 +101,14 @@ PLANS: dict[str, tuple[Options, Options, type[Language]]] = {
     "the model's own": ({}, {}, Own),
     "head followed by its embedding": ({"plan": {"head": "colwise_rep", **INNER}}, {}, Language),
     "untied": ({"plan": {"words": "colwise_rep", "head": "rowwise_rep", **INNER}}, {"tied": False}, Language),
-    "pieces": ({"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}, {}, Language),
-    "pieces, entered later": (
-        {"plan": {**ENTERED, **INNER, **PIECES, "head": "colwise_rep"}, "sequence_parallel": True},
-        {"tied": False, "positions": True},
-        Language,
-    ),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_change_no_number(ranks, plan: str) -> None:
     options, keywords, kind = PLANS[plan]
-    steps = 3 if plan == "pieces" else 1
-    one = language("single", None, keywords, steps)
-    first, second = ranks(language, "tensor_parallel", options, keywords, steps, kind)
+    one = language("single", None, keywords, 1)
+    first, second = ranks(language, "tensor_parallel", options, keywords, 1, kind)
     for got in (first, second):
         check_equal(got, one)
     for name, values in one["parameters"].items():  # what is whole stays alike to the last bit
@@ -128,9 +117,8 @@ def test_plans_change_no_number(ranks, plan: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["by hand", "pieces"])
-def test_plans_with_fsdp_in_one_mesh(ranks, plan: str) -> None:
-    options, keywords, _ = PLANS[plan]
+def test_a_plan_with_fsdp_in_one_mesh(ranks) -> None:
+    options, keywords, _ = PLANS["by hand"]
     one = language("single", None, keywords, 3)
     for got in ranks(language, "tensor_parallel", {**options, "size": 2}, keywords, 3, processes=4, timeout=110):
         check_equal(got, one)
@@ -150,39 +138,28 @@ def test_a_style_of_torchs_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "sequence", "pattern", "kind"),
+    ("plan", "pattern", "kind"),
     [
-        ({"layer.*": "colwise"}, False, "' matches no module of this Language, did you mean 'layers", Language),
-        ({"head": "columnwise"}, False, r"'head' has the style 'columnwise', did you mean 'colwise'\?", Language),
-        ({"head": "colwise"}, False, "'head' is 'colwise', and dimension 0 of its weight, 11, does", Language),
-        ({"words": "colwise_rep", "head": "colwise_rep"}, False, "'words' and 'head' share a parameter", Language),
-        ({"norm": "colwise"}, False, "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear", Language),
-        ({"norm": "sequence"}, False, "'sequence' for 'norm', which needs sequence_parallel=True", Language),
-        (
-            {"layers.0": "replicated_with_grad_allreduce"},
-            False,
-            "is for single layers: name the layers in it",
-            Language,
-        ),
-        (None, True, "sequence_parallel=True needs a plan", Language),
-        (INNER, True, "nothing in the plan splits the sequence", Language),
-        (PLAN, True, "the plan does not name 'norm.weight'", Language),
-        ({"blocks.*": "colwise_rep"}, False, "'blocks.0.attend.out_proj' lies in a MultiheadAttention", Tied),
-        (None, False, "has no nn.Linear and no nn.Embedding of at least 2 features", partial(nn.Conv1d, 3, 3, 3)),
+        ({"layer.*": "colwise"}, "' matches no module of this Language, did you mean 'layers", Language),
+        ({"head": "columnwise"}, r"'head' has the style 'columnwise', did you mean 'colwise'\?", Language),
+        ({"head": "colwise"}, "'head' is 'colwise', and dimension 0 of its weight, 11, does", Language),
+        ({"words": "colwise_rep", "head": "colwise_rep"}, "'words' and 'head' share a parameter", Language),
+        ({"norm": "colwise"}, "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear", Language),
+        ({"norm": "sequence"}, "style 'sequence', which was removed: put torch's SequenceParallel", Language),
+        ({"layers.0": "replicated_with_grad_allreduce"}, "is for single layers: name the layers in it", Language),
+        ({"blocks.*": "colwise_rep"}, "'blocks.0.attend.out_proj' lies in a MultiheadAttention", Tied),
+        (None, "has no nn.Linear and no nn.Embedding of at least 2 features", partial(nn.Conv1d, 3, 3, 3)),
     ],
 )
-def test_what_a_plan_may_not_say(plan: Any, sequence: bool, pattern: str, kind: Any) -> None:
+def test_what_a_plan_may_not_say(plan: Any, pattern: str, kind: Any) -> None:
     with pytest.raises(PrepareError, match=pattern):
-        read_plan(kind(), plan, 2, sequence)
+        read_plan(kind(), plan, 2)
 
 
 @pytest.mark.on_ranks(2)
-def test_a_sequence_that_does_not_divide_and_a_weight_that_is_read_and_not_called() -> None:
+def test_a_weight_that_is_read_and_not_called() -> None:
     reads = lambda m, x: nn.functional.linear(m.first(x), m.second.weight)  # noqa: E731
     reader = lambda: Of(reads, first=nn.Linear(4, 4), second=nn.Linear(4, 4))  # noqa: E731
-    with under("tensor_parallel", {"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}) as acc:
-        uneven = "into 2 pieces of one length, and 'words' has (2, 7, 16)"
-        refuses(BatchError, uneven, acc.prepare(Language()), torch.zeros(2, 7, dtype=torch.long))
     with under("tensor_parallel") as acc:
         refuses(StepError, "outside of the layer that holds it", acc.prepare(reader()), torch.ones(2, 4))
     with under("tensor_parallel", {"plan": {"second": "replicate", "*": "colwise_rep"}}) as acc:
