@@ -310,8 +310,8 @@ class Averages:
             return step()
         holders = [(p, *self.holder(p)) for p in parameters]
         # The state of a parameter that has none is torch's to begin. An average in half precision would not move.
-        begun = [p for _, p, states in holders if EMA not in states.get(p, {})]
-        first = {id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in begun}
+        without_average = [p for _, p, states in holders if EMA not in states.get(p, {})]
+        first = {id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in without_average}
         result = step()
         # A closure may give some no gradient.
         moved = [(p, states) for parameter, p, states in holders if parameter.grad is not None]

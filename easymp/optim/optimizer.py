@@ -517,8 +517,8 @@ class PreparedScheduler:
             kwargs: likewise.
         """
         updates = self.behind
-        if most := max(updates, default=0):
-            self.each_update = most == 1 and not args and not kwargs
+        if missed := max(updates, default=0):
+            self.each_update = missed == 1 and not args and not kwargs
         self.behind = [0] * len(updates)
         # Several updates in a row are not all skipped: the scale falls with each.
         pairs = zip(updates, self.optimizers)

@@ -366,8 +366,8 @@ class RuleStep:
         """The 2-norm of all gradients, as the rule sees them. Over the ranks, a collective."""
         parameters = parameters_of(self._optimizer)
         counting = getattr(self._optimizer, "counting", None) or counting_by_meshes(parameters)
-        here = (p.device for p in parameters if not p.is_meta)  # of a pipeline's other stages they are meta
-        device = next(here, torch.device("cpu"))
+        devices = (p.device for p in parameters if not p.is_meta)  # of a pipeline's other stages they are meta
+        device = next(devices, torch.device("cpu"))
         moved = [p for p in parameters if p.grad is not None]
         gradients = [values(local(p.grad)) for p in moved if p.grad is not None]
         totals = totals_of(gradients, [counting.copies(p) for p in moved], device).to(device)

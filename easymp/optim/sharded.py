@@ -418,8 +418,8 @@ class ShardedOptimizer(WrappingOptimizer):
         states, parameters = self.state, parameters_of(self)
 
         def on_host(value: Any) -> Any:
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            return whole.detach().to("cpu", copy=whole is value) if isinstance(value, Tensor) else value
+            gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+            return gathered.detach().to("cpu", copy=gathered is value) if isinstance(value, Tensor) else value
 
         packed["state"] = {
             i: map_leaves(on_host, states[parameters[i]]) if isinstance(i, int) else state

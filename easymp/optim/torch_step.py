@@ -282,7 +282,7 @@ class GradientsLeft(FirstGradient):
     ``p.grad.data = value`` does not reach; of the first alone, unless `compares_values`.
     """
 
-    __slots__ = ("_norms", "_places", "_refusal", "_snapshots")
+    __slots__ = ("_norms", "_refusal", "_snapshots", "_storages")
 
     def __init__(
         self, parameters: Iterable[Tensor], refusal: Callable[[], str] | None, compares_values: bool, shared: bool
@@ -292,8 +292,10 @@ class GradientsLeft(FirstGradient):
         super().__init__(watched)
         self._refusal = refusal
         self._snapshots = [Snapshot(p) for p in watched] if refusal is not None else []
-        places = watched if compares_values else watched[:1]
-        self._places = [(p, weakref.ref(p.grad), place_of(p.grad)) for p in places if p.grad is not None and shared]
+        shared_parameters = watched if compares_values else watched[:1]
+        self._storages = [
+            (p, weakref.ref(p.grad), storage_id(p.grad)) for p in shared_parameters if p.grad is not None and shared
+        ]
         self._norms = self._measure() if compares_values else {}
 
     def _measure(self) -> dict[Snapshot, Tensor]:
@@ -308,8 +310,8 @@ class GradientsLeft(FirstGradient):
 
     def check_unchanged(self) -> None:
         """StepError if one was changed. One that was cleared is not there to be stepped on."""
-        for parameter, gradient, place in self._places:
-            if parameter.grad is not None and parameter.grad is gradient() and place_of(parameter.grad) != place:
+        for parameter, gradient, storage in self._storages:
+            if parameter.grad is not None and parameter.grad is gradient() and storage_id(parameter.grad) != storage:
                 raise StepError(
                     "a gradient was given values by p.grad.data = ..., which do not reach the memory that ranks "
                     "average: write p.grad.copy_(value), or p.grad = value"
@@ -332,10 +334,10 @@ def is_zero(gradient: Tensor) -> bool:
     return not bool(values(local(gradient.detach())).any())
 
 
-def place_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """The identity of a tensor's memory; of a DTensor, of its own and not of its shard's. Sparse ones have none: 0."""
-    place: int = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-    return place
+    storage: int = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return storage
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

@@ -116,25 +116,6 @@ def test_checkpoints_are_torchs_both_ways(kind, kernels):
         assert kernels.launches
 
 
-def test_checkpoints_of_our_former_adamw_load_into_torchs():
-    """Its states were torch's, with the average of the weights beside them; its groups were torch's."""
-    straight, moved = make_parameters(), make_parameters()
-    reference, former = AdamW(straight, lr=0.1), AdamW(moved, lr=0.1, fused=True)
-    for parameters, optimizer in ((straight, reference), (moved, former)):
-        set_gradients(parameters, 0)
-        optimizer.step()
-    checkpoint = copy.deepcopy(former.state_dict())
-    for number, state in checkpoint["state"].items():
-        state["ema"] = moved[number].detach().clone()
-    after = AdamW(moved, lr=0.5)
-    after.load_state_dict(checkpoint)
-    for parameters, optimizer in ((straight, reference), (moved, after)):
-        set_gradients(parameters, 1)
-        optimizer.step()
-    for p, q in zip(straight, moved):
-        torch.testing.assert_close(p, q)
-
-
 @pytest.mark.parametrize("fast", [False, True])
 def test_an_average_of_the_weights(fast):
     parameters = make_parameters()

@@ -12,7 +12,7 @@ from torch import nn
 
 from easymp import EasympError, PrepareError
 
-from .models import Of, make, message, part, refuses, under, whole
+from .models import make, message, part, refuses, under, whole
 
 
 def nodes_of(size: int) -> None:
@@ -47,42 +47,6 @@ def refused(options: Any, local: int) -> str:
 def test_refusals(ranks, options: Any, local: int, pattern: str) -> None:
     for error_text in ranks(refused, options, local, processes=max(local, 2)):
         assert re.search(pattern, error_text), error_text
-
-
-def experts() -> nn.Module:
-    """Uses another block in each micro-batch, one in all of them, and one in none."""
-    torch.manual_seed(3)
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
-    call = lambda m, x, index: m.blocks[0](m.blocks[index](m.first(x)))  # noqa: E731
-    return Of(call, first=nn.Linear(12, 16), blocks=blocks)
-
-
-def window(strategy: str, options: Any) -> list[Any]:
-    """Gradients and parameters after two windows of two micro-batches."""
-    with under(strategy, options, steps=2) as acc:
-        model: Any = experts()
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        model, optimizer = acc.prepare(model, optimizer)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(4):
-            x = part(acc, torch.randn(8, 12, generator=generator))
-            with acc.accumulate(model):
-                acc.backward(model(x, 1 + step % 2).square().mean())
-                grads = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
-                optimizer.step()
-                optimizer.zero_grad()
-        return [*grads, *(whole(p) for p in model.parameters())]
-
-
-@pytest.mark.parametrize("reduces_each", [True, False])
-def test_micro_batches_that_use_other_blocks_add_up(ranks, reduces_each: bool) -> None:
-    one = window("single", None)
-    assert [g is None for g in one[:10]] == [False] * 8 + [True] * 2
-    options = {"shard_size": 2, "reduce_every_micro_batch": reduces_each}
-    for got in ranks(window, "hsdp", options, processes=4):
-        for a, b in zip(got, one):
-            assert (a is None) == (b is None)
-            assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def norms(strategy: str) -> list[float]:
