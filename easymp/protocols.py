@@ -99,14 +99,12 @@ class WrapContext(NamedTuple):
         initialize: gives values to a module that was built on the meta device (see `materialise`).
         compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module
             that torch.compile should see whole.
-        in_backward: parameters are stepped in backward, as `Strategy.reduced` gives them.
     """
 
     policy: Precision
     place: bool = True
     initialize: Callable[[nn.Module], object] | None = None
     compile: Callable[[nn.Module], None] = lambda module: None
-    in_backward: bool = False
 
 
 Elements = Callable[[str, "Tensor"], int]
@@ -267,10 +265,6 @@ class Strategy(Protocol):
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         """Average `gradients` over the data ranks, in place, after a window whose backwards ran under `no_sync`."""
-        ...
-
-    def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
-        """The parameters to step now, as the gradient of `parameter` is done in backward."""
         ...
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:

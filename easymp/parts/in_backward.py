@@ -96,17 +96,11 @@ class StepInBackward(Part):
     # -- in backward
 
     def _gradient_done(self, parameter: Tensor) -> None:
-        """Step the parameters whose gradients are averaged by now."""
-        ready: dict[PreparedOptimizer, list[Tensor]] = {}
-        prepared = self.run.prepared
-        for reduced in prepared.strategy.reduced(parameter):
-            if id(reduced) in prepared.stepped_by and reduced.grad is not None:
-                ready.setdefault(prepared.stepped_by[id(reduced)], []).append(reduced)
-        for optimizer, parameters in ready.items():
+        optimizer = self.run.prepared.stepped_by.get(id(parameter))
+        if optimizer is not None and parameter.grad is not None:
             for see in self.run.parts.gradients:
-                for reduced in parameters:
-                    see([(reduced, reduced.grad)])
-            self._step(optimizer, parameters)
+                see([(parameter, parameter.grad)])
+            self._step(optimizer, [parameter])
 
     @torch.no_grad()
     def _step(self, prepared: PreparedOptimizer, parameters: Sequence[Tensor]) -> None:

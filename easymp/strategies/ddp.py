@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,19 +16,17 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..base.pytree import leaves
 from ..distributed import World
 from ..errors import StepError
 from ..optim.muon import Muon
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Conflict, Layout, WrapContext
 from .blocks import refuse_sparse
-from .single import Framed, Reducing, Remedy, Single, broadcast_model, hook_gradient
+from .single import Framed, Remedy, Single, hook_gradient
 from .transforms import passed_over
 
 # Options that torch takes as they are.
 TORCH_OPTIONS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-CALLS = 8  # calls before one backward whose outputs find_unused_parameters searches
 LATE = (
     "backward() added a gradient that no rank averages: {!r} had requires_grad=False when the model was prepared. "
     "Prepare the model anew once it trains, or freeze it after prepare (with find_unused_parameters=True)"
@@ -45,10 +42,7 @@ class DDP(Single):
     name: ClassVar[str] = "ddp"
     several: ClassVar[str] = "averages gradients over processes"
     conflicts: ClassVar[Sequence[Conflict]] = (
-        *(
-            Conflict(option, "optimizer_in_backward", "gradients travel in easymp's own buckets then", Remedy.LEAVE_OUT)
-            for option in ("find_unused_parameters=True", "static_graph=True", "comm_hook")
-        ),
+        Conflict("ddp", "optimizer_in_backward", "it averages gradients bucket by bucket", Remedy.IN_BACKWARD),
         Conflict("static_graph=True", "create_graph=True", "only the first backward is averaged", Remedy.LEAVE_OUT),
         Conflict(
             "comm_hook",
@@ -66,7 +60,6 @@ class DDP(Single):
         super().__init__(world, options)
         self._hook = make_hook(options, world.size)
         self._muons: weakref.WeakSet[Muon] = weakref.WeakSet()
-        self._bucketed: list[BucketedReplica] = []
 
     @staticmethod
     def option_words(options: Any) -> Collection[str]:
@@ -87,14 +80,6 @@ class DDP(Single):
         if context.place:
             model.to(device)
         module = context.policy.forward(context.policy.convert(model), device)
-        if context.in_backward:
-            reason = "optimizer_in_backward=True averages dense ones only"
-            refuse_sparse(model, reason, "leave optimizer_in_backward out")
-            broadcast_model(model, self._world)
-            context.compile(module)
-            module = BucketedReplica(module, model, self._world, options)
-            self._bucketed.append(module)
-            return module
         if any(p.requires_grad for p in model.parameters()):
             keywords = {name: getattr(options, name) for name in TORCH_OPTIONS}
             if not options.broadcast_buffers:
@@ -107,9 +92,6 @@ class DDP(Single):
                 module.register_comm_hook(*self._hook)
         context.compile(module)
         return module
-
-    def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
-        return next((m.reduced(parameter) for m in self._bucketed if id(parameter) in m.names), ())
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
@@ -124,14 +106,12 @@ class DDP(Single):
                 model.require_forward_param_sync = True  # buffers, as forward does before a reduction
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
-        checks: list[Callable[[], None]] = [m.check for m in self._bucketed]
-        if not checks:
-            checks = [m.averaging_check() for m in models if isinstance(m, Replica)]
-            if checks and create_graph:
-                raise StepError(
-                    "backward(create_graph=True) under ddp, which averages gradients without a graph: call backward() "
-                    "on a loss that is made of torch.autograd.grad(..., create_graph=True)"
-                )
+        checks = [m.averaging_check() for m in models if isinstance(m, Replica)]
+        if checks and create_graph:
+            raise StepError(
+                "backward(create_graph=True) under ddp, which averages gradients without a graph: call backward() "
+                "on a loss that is made of torch.autograd.grad(..., create_graph=True)"
+            )
 
         def check_all() -> None:
             for check in checks:
@@ -164,73 +144,7 @@ class DDP(Single):
         self._share_steps(False)
         for hook in model.hooks if isinstance(model, Replica) else ():
             hook.remove()
-        self._bucketed = [bucketed for bucketed in self._bucketed if bucketed is not model]
         return module
-
-
-class BucketedReplica(Reducing):
-    """Calls the model, and averages gradients bucket by bucket, so that they can be stepped on and freed."""
-
-    def __init__(self, module: nn.Module, root: nn.Module, world: World, options: Any) -> None:
-        super().__init__(module, root, world, options.broadcast_buffers)
-        self.names = {id(p): name for name, p in root.named_parameters()}
-        self._trained = [p for p in root.parameters() if p.requires_grad]
-        self._queue = BucketQueue(self._trained, options.bucket_cap_mb * 2**20)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_forward()
-        if torch.is_grad_enabled():
-            self._queue.restart()  # a backward before may have ended in an error
-        return self.module(*args, **kwargs)
-
-    def reduced(self, parameter: Tensor) -> list[Tensor]:
-        """Parameters whose gradients are averaged now that `parameter` has its own."""
-        parameters: list[Tensor] = []
-        for bucket in self._queue.arrive(parameter):
-            self.world.average_([p.grad for p in bucket if p.grad is not None])
-            parameters += bucket
-        return parameters
-
-    def check(self) -> None:
-        """After a backward: raise StepError where a parameter had no gradient, or was frozen when it was wrapped."""
-        arrived = self._queue.arrived
-        self._queue.restart()
-        if unfrozen := arrived.difference(map(id, self._trained)):
-            raise StepError(LATE.format(self.names[unfrozen.pop()]))
-        missing = [self.names[id(p)] for p in self._trained if id(p) not in arrived]
-        if missing and arrived:  # else the loss was another model's
-            raise StepError(
-                f"no gradient came for {missing[0]!r}, and with optimizer_in_backward=True ddp averages a bucket when "
-                "it has all of its gradients: use all parameters in each step, freeze others before prepare, or leave "
-                "the option out"
-            )
-
-
-class BucketQueue:
-    """Buckets of parameters, which leave in one order on all ranks, whatever the order in which gradients come."""
-
-    def __init__(self, parameters: Sequence[Tensor], cap: float) -> None:
-        self._buckets = buckets_of(parameters, cap)
-        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket}
-        self.restart()
-
-    def restart(self) -> None:
-        self.arrived: set[int] = set()  # ids of parameters with a gradient
-        self._missing = [len(bucket) for bucket in self._buckets]
-        self._next = 0
-
-    def arrive(self, parameter: Tensor) -> Iterator[list[Tensor]]:
-        """Buckets whose gradients are complete, now that `parameter` has its own."""
-        if id(parameter) in self._bucket_of and id(parameter) not in self.arrived:
-            self._missing[self._bucket_of[id(parameter)]] -= 1
-        self.arrived.add(id(parameter))
-        while self._next < len(self._buckets) and not self._missing[self._next]:
-            self._next += 1
-            yield self._buckets[self._next - 1]
-
-    def remaining(self) -> list[list[Tensor]]:
-        """Buckets that have not left: gradients of these are missing."""
-        return self._buckets[self._next :]
 
 
 def buckets_of(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
@@ -268,8 +182,6 @@ class Replica(DistributedDataParallel):
         self._all = tuple(root.parameters())
         unused = options["find_unused_parameters"] or options["static_graph"]
         self._probes = (*trained[:4], *trained[4:][-4:]) if unused else tuple(trained[-1:])
-        self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # of the calls since the last backward
-        self._backward_ran = False  # since these calls
         self._unfrozen: set[tuple[int, str]] = set()  # number and name of those frozen when wrapped that got a gradient
         self.hooks = [
             hook_gradient(p, partial(self._record_unfrozen, (i, name)))
@@ -291,7 +203,7 @@ class Replica(DistributedDataParallel):
             self._started = True
             self.require_backward_grad_sync = reduces or self.static_graph
         try:
-            outputs = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
         except RuntimeError as error:
             if UNFINISHED in str(error):
                 raise StepError(self._explain_unused(str(error))) from error
@@ -299,9 +211,6 @@ class Replica(DistributedDataParallel):
         finally:
             if self.require_backward_grad_sync != reduces:
                 self.require_backward_grad_sync = reduces
-        if self.find_unused_parameters and self.armed and training:
-            self._search_from(outputs)
-        return outputs
 
     @contextmanager
     def force_sync(self) -> Iterator[None]:
@@ -315,18 +224,6 @@ class Replica(DistributedDataParallel):
 
     def _record_unfrozen(self, entry: tuple[int, str], _: Tensor) -> None:
         self._unfrozen.add(entry)
-
-    def _search_from(self, outputs: Any) -> None:
-        """Let torch find unused parameters from the outputs of all calls since a backward, not only the last one's."""
-        if self._backward_ran:
-            self._outputs.clear()
-            self._backward_ran = False
-        tensors = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for tensor in tensors:
-            tensor.register_hook(lambda _: setattr(self, "_backward_ran", True))
-        self._outputs.append(tensors)
-        if len(self._outputs) > 1 and not self.static_graph:
-            self.reducer.prepare_for_backward([tensor for tensors in self._outputs for tensor in tensors])
 
     def averaging_check(self) -> Callable[[], None]:
         """Called before a backward. The result is called after it, and raises where gradients were not averaged."""

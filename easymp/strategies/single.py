@@ -128,9 +128,6 @@ class Single:
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         pass
 
-    def reduced(self, parameter: Tensor) -> Sequence[Tensor]:
-        return (parameter,)
-
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         return None
 

@@ -6,7 +6,7 @@ rows, and gathers the others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from ..options import DistributedDataParallelKwargs, option
 from ..precision.policies import LOW
 from ..protocols import Conflict, Layout, WrapContext, chunk_elements
 from .blocks import refuse_sparse
-from .ddp import DDP, BucketQueue
+from .ddp import DDP, buckets_of
 from .single import Reducing, Remedy, Single, broadcast_model, device_mesh, hook_gradient
 
 # The older name warns from torch 2.13 on.
@@ -213,3 +213,30 @@ class GradientShards(Reducing):
         shape, stride = parameter.shape, parameter.stride()
         rows = rows.to(parameter.dtype)
         return DTensor.from_local(rows, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+class BucketQueue:
+    """Buckets of parameters, which leave in one order on all ranks, whatever the order in which gradients come."""
+
+    def __init__(self, parameters: Sequence[Tensor], cap: float) -> None:
+        self._buckets = buckets_of(parameters, cap)
+        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket}
+        self.restart()
+
+    def restart(self) -> None:
+        self.arrived: set[int] = set()  # ids of parameters with a gradient
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._next = 0
+
+    def arrive(self, parameter: Tensor) -> Iterator[list[Tensor]]:
+        """Buckets whose gradients are complete, now that `parameter` has its own."""
+        if id(parameter) in self._bucket_of and id(parameter) not in self.arrived:
+            self._missing[self._bucket_of[id(parameter)]] -= 1
+        self.arrived.add(id(parameter))
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._next += 1
+            yield self._buckets[self._next - 1]
+
+    def remaining(self) -> list[list[Tensor]]:
+        """Buckets that have not left: gradients of these are missing."""
+        return self._buckets[self._next :]

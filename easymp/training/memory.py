@@ -227,8 +227,6 @@ def estimate(
     sums["gradients"] = sum(gradients)
     if optimizer_in_backward:
         sums["gradients"] = min(sum(gradients), layout.early * widest or max(gradients))
-        if not layout.gathers:  # ddp sums a flat copy of the bucket
-            layout = layout._replace(reducing=layout.early)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
         notes.append(f"{policy.name} activations are counted as under autocast, which is more")

@@ -264,8 +264,7 @@ class Preparation:
             self._note_weights(f"{number} of {type(model).__name__} raised from {dtypes}")
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
             materialise(model, world.device if placement else torch.device("cpu"), options.initialize)
-        in_backward = any(part.steps_in_backward for part in parts.all)
-        context = WrapContext(precision, placement, options.initialize, in_backward=in_backward)
+        context = WrapContext(precision, placement, options.initialize)
         if self._compiling:
             context = context._replace(compile=self._compiling.compile_model)
         wrapped = strategy.wrap(model, optimizers, context)

@@ -96,6 +96,10 @@ def test_refusals_have_sentences() -> None:
         error_text = message(StepError, lambda: acc.backward(model(x, False).sum()))
         assert "'later.weight', 'later.bias'" in error_text
         assert "With static_graph=True each step must use the same parameters" in error_text
+    with under("ddp", {"find_unused_parameters": True}) as acc:
+        model = acc.prepare(of_two())
+        loss = model(x, True).sum() + model(x, False).sum()  # torch searches the last call's outputs
+        assert "ready only once" in message(RuntimeError, acc.backward, loss)
     with under("ddp", {"comm_hook": "fp16"}) as acc:
         refuses(PrepareError, "'0' has sparse gradients", acc.prepare, sparse())
     for options in ({"comm_hook": "bf16"}, {"gradient_predivide_factor": 1.0}):
