@@ -65,17 +65,13 @@ def custom_bwd(bwd: Callable[..., Any]) -> Any:
     return torch.amp.custom_bwd(bwd, device_type=device_type())
 
 
-def amp_definitely_not_available() -> bool:
-    """False: every machine has a CPU."""
-    return False
-
-
+NOT_AVAILABLE = {"amp_definitely_not_available": lambda: False}  # every machine has a CPU
 submodules(
     __name__,
     {
-        "amp": by_name(GradScaler, amp_definitely_not_available, autocast, custom_bwd, custom_fwd),
+        "amp": by_name(GradScaler, autocast, custom_bwd, custom_fwd) | NOT_AVAILABLE,
         "amp.autocast_mode": by_name(autocast, custom_bwd, custom_fwd),
-        "amp.common": by_name(amp_definitely_not_available),
+        "amp.common": NOT_AVAILABLE,
         "amp.grad_scaler": by_name(GradScaler, OptState),
     },
     layer,

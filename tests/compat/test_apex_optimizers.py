@@ -29,68 +29,43 @@ REFUSED = APEX.pop("refused").split()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def adam(p, g, state, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **modes):
-    beside = modes.get("adam_w_mode", True)
-    g = g if beside else g + weight_decay * p
-    m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
-    v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
-    correction1, correction2 = (1 - beta**step if modes.get("bias_correction", True) else 1 for beta in betas)
-    update = (m / correction1) / ((v / correction2).sqrt() + eps)
-    return p - lr * (update + weight_decay * p if beside else update)
-
-
-def momentum(p, g, state, step, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, **modes):
-    after = modes.get("wd_after_momentum", False)
-    d = g if after else g + weight_decay * p
-    if momentum:
-        buffer = state["b"] = momentum * state["b"] + (1 - dampening) * d if "b" in state else d
-        d = d + momentum * buffer if modes.get("nesterov", False) else buffer
-    return p - lr * (d + weight_decay * p if after else d)
-
-
-def adagrad(p, g, state, step, lr=1e-2, eps=1e-10, weight_decay=0.0, adagrad_w_mode=False):
-    g = g if adagrad_w_mode else g + weight_decay * p
-    h = state["h"] = state.get("h", 0) + g * g
-    update = g / (h.sqrt() + eps)
-    return p - lr * (update + weight_decay * p if adagrad_w_mode else update)
-
-
 UNCORRECTED = {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False, "betas": (0.8, 0.9)}
-CASES = [
-    (FusedAdam, adam, {}),
-    (FusedAdam, adam, {"lr": 1e-2, "weight_decay": 0.1}),
-    (FusedAdam, adam, {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}),
-    (FusedAdam, adam, UNCORRECTED),
-    (FusedSGD, momentum, {"lr": 0.1}),
-    (FusedSGD, momentum, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
-    (FusedSGD, momentum, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    (FusedSGD, momentum, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}),
-    (FusedAdagrad, adagrad, {}),
-    (FusedAdagrad, adagrad, {"lr": 0.1, "weight_decay": 0.1, "adagrad_w_mode": True}),
+ADAMW, SGD, ADAGRAD = torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad
+CASES = [  # the optimizer, its options, and torch's of the same rule, with options of its own
+    (FusedAdam, {}, ADAMW, {"weight_decay": 0.0}),
+    (FusedAdam, {"lr": 1e-2, "weight_decay": 0.1}, ADAMW, {}),
+    (FusedAdam, {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}, torch.optim.Adam, {}),
+    (FusedSGD, {"lr": 0.1}, SGD, {}),
+    (FusedSGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}, SGD, {}),
+    (FusedSGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, SGD, {}),
+    (FusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}, SGD, {"weight_decay": 0}),
+    (FusedAdagrad, {}, ADAGRAD, {}),
+    (FusedAdagrad, {"lr": 0.1, "weight_decay": 0.1, "adagrad_w_mode": True}, ADAGRAD, {"weight_decay": 0}),
 ]
 
 
-def stepped(kind, options, rule=None, dtype=torch.float32):
-    """A parameter after four steps, that of `rule` in double precision, and the optimizer, copied meanwhile."""
-    start = torch.linspace(-1, 1, 12).view(3, 4).to(dtype)
-    p, exact, state = nn.Parameter(start.to(DEVICE)), start.double(), {}
-    optimizer = kind([p], **options)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(1, 5):
-        g = torch.randn(3, 4, generator=generator).to(dtype)
-        p.grad = g.to(DEVICE)
+def stepped(kind, options, dtype=torch.float32, decay=0.0):
+    """A parameter after four steps, and the optimizer, copied meanwhile. `decay` is that beside the gradient."""
+    p = nn.Parameter(torch.linspace(-1, 1, 12, device=DEVICE).view(3, 4).to(dtype))
+    optimizer, generator = kind([p], **options), torch.Generator().manual_seed(1)
+    for step in range(4):
+        with torch.no_grad():
+            p.mul_(1 - decay)
+        p.grad = torch.randn(3, 4, generator=generator).to(DEVICE, dtype)
         optimizer.step()
-        exact = rule(exact, g.double(), state, step, **options) if rule else exact
-        if step == 2:
+        if step == 1:
             optimizer = copy.deepcopy(optimizer)  # options travel along
             p = optimizer.param_groups[0]["params"][0]
-    return p.detach().cpu().double(), exact, optimizer
+    return p.detach().cpu().double(), optimizer
 
 
-@pytest.mark.parametrize(("kind", "rule", "options"), CASES)
+@pytest.mark.parametrize(("kind", "options", "torch_kind", "torch_options"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_each_follows_its_formula(kind, rule, options, dtype):
-    weight, exact, optimizer = stepped(kind, options, rule, dtype)
+def test_each_follows_the_rule_of_torchs(kind, options, torch_kind, torch_options, dtype):
+    weight, optimizer = stepped(kind, options, dtype)
+    named = {n: v for n, v in options.items() if n in inspect.signature(torch_kind).parameters} | torch_options
+    beside = options["lr"] * options["weight_decay"] if torch_options.get("weight_decay") == 0 and options else 0.0
+    exact, _ = stepped(torch_kind, {"eps": 1e-10, **named} if torch_kind is ADAGRAD else named, torch.float64, beside)
     assert torch.allclose(weight, exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
     states = [item for state in optimizer.state.values() for item in state.items()]
     moments = {name: value.dtype for name, value in states if value.ndim}
@@ -98,10 +73,18 @@ def test_each_follows_its_formula(kind, rule, options, dtype):
     assert set(moments.values()) <= {torch.float32}
 
 
-def test_the_kernels_know_of_no_bias_correction(monkeypatch):
-    kernels_on_cpu(monkeypatch, CompiledLauncher())
-    weight, exact, optimizer = stepped(FusedAdam, UNCORRECTED, adam)
-    assert optimizer.engine.name == "CuPy" and torch.allclose(weight, exact, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_adam_without_bias_correction(monkeypatch, by_kernels):
+    if by_kernels:
+        kernels_on_cpu(monkeypatch, CompiledLauncher())
+    weight, optimizer = stepped(FusedAdam, UNCORRECTED)
+    p, m, v = torch.linspace(-1, 1, 12).view(3, 4).double(), 0, 0
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        g = torch.randn(3, 4, generator=generator).double()
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        p -= 0.01 * (m / (v.sqrt() + 1e-8) + 0.1 * p)
+    assert torch.allclose(weight, p, rtol=0, atol=1e-5) and (optimizer.engine.name == "CuPy") == by_kernels
 
 
 @pytest.mark.parametrize(

@@ -46,41 +46,37 @@ class AmpHandle:
 
     def __init__(self) -> None:
         self._entered = ExitStack()
-        self._casts: AbstractContextManager[Any] | None = None
-        self._device = torch.device("cpu")
+        self._pause: Callable[[], AbstractContextManager[Any]] | None = None  # turns the casts off; None: they are off
 
     def activate(self, device: torch.device, allow_banned: bool = False) -> None:
         """Turn the casts on. A GPU gets torch's autocast, which has Apex's lists there."""
         self._deactivate()
-        self._device = device
         # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and
         # there is none.
-        self._casts = O1().casting(device, AutocastKwargs(cache_enabled=False))
+        casts = O1().casting(device, AutocastKwargs(cache_enabled=False))
         if allow_banned:
-            self._casts = ListedCasts({**cast_table(), functional.binary_cross_entropy: Cast.FLOAT})
-        self._entered.enter_context(self._casts)
+            casts = ListedCasts({**cast_table(), functional.binary_cross_entropy: Cast.FLOAT})
+        self._pause = partial(torch.autocast, device.type, enabled=False)
+        if isinstance(casts, ListedCasts):
+            self._pause = casts.suspended
+        self._entered.enter_context(casts)
 
     def _deactivate(self) -> None:
         self._entered.close()
-        self._casts = None
+        self._pause = None
 
     def is_active(self) -> bool:
-        return self._casts is not None
+        return self._pause is not None
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
         """Inside, O1 casts nothing."""
-        casts, self._casts = self._casts, None
-        pause: AbstractContextManager[Any] = nullcontext()
-        if isinstance(casts, ListedCasts):
-            pause = casts.suspended()
-        elif casts is not None:
-            pause = torch.autocast(self._device.type, enabled=False)
+        pause, self._pause = self._pause, None
         try:
-            with pause:
+            with pause() if pause else nullcontext():
                 yield
         finally:
-            self._casts = casts
+            self._pause = pause
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as by Apex."""

@@ -215,9 +215,13 @@ class Collectives:
             return sent
         received = tensor.new_empty((sum(rows_in), *tensor.shape[1:]))
         row_bytes = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()
-        output, input = (data.reshape(-1).view(torch.uint8) for data in (received, sent))
-        output_sizes, input_sizes = ([row_bytes * rows for rows in side] for side in (rows_in, rows_out))
-        dist.all_to_all_single(output, input, output_sizes, input_sizes, group=self.group)
+        dist.all_to_all_single(
+            received.reshape(-1).view(torch.uint8),
+            sent.reshape(-1).view(torch.uint8),
+            [row_bytes * rows for rows in rows_in],
+            [row_bytes * rows for rows in rows_out],
+            group=self.group,
+        )
         return received
 
 

@@ -52,11 +52,8 @@ def DistributedOptimizer(
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
     if groups or num_groups:
         layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
-    adasum = op == Adasum and running().world.size > 1
-    if adasum and process_set is not global_process_set:
-        raise NotImplementedError("Adasum does not support non-global process sets yet.")
-    kind = type(optimizer)
-    bases = (_Adasum if adasum else _Distributed, kind)
+    kind, world_size = type(optimizer), running().world.size
+    bases = (_Adasum if op == Adasum and world_size > 1 else _Distributed, kind)
     # Not by its constructor, which may not take the values of `defaults`. Groups and state are the same objects, as
     # schedulers that were made before expect.
     distributed: Any = object.__new__(type(kind.__name__, bases, {"__module__": kind.__module__}))
@@ -68,7 +65,7 @@ def DistributedOptimizer(
     distributed._names = _parameter_names(optimizer, named_parameters)
     distributed._backward_counts, distributed._reductions, distributed._hooked = Counter(), {}, set()
     distributed._synchronized = distributed._skips = False
-    distributed._active = running().world.size > 1 and process_set.included()
+    distributed._active = world_size > 1 and process_set.included()
     distributed._register_hooks()
     return distributed
 

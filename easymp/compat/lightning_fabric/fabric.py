@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -57,15 +58,13 @@ acc.save_state(path)  # save(path, state); load_state(path)
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python, NumPy and torch; returns the seed. None takes ``PL_GLOBAL_SEED``, or 0."""
-    text = env.read(SEED)
-    if seed is None and text is None:
-        seed = 0
-        if verbose:
+    if seed is None:
+        text = env.read(SEED)
+        if text is None and verbose:
             warnings.warn("No seed found, seed set to 0", UserWarning, stacklevel=2)
-    elif seed is None:
-        if not str(text).lstrip("-").isdigit():
+        if not str(text or 0).lstrip("-").isdigit():
             raise ValueError(f"Invalid seed specified via {SEED}: {text!r}: set it to a whole number")
-        seed = int(str(text))
+        seed = int(text or 0)
     seed = int(seed)
     if not 0 <= seed < 2**32:
         raise ValueError(f"{seed} is not in bounds, numpy accepts from 0 to {2**32 - 1}")
@@ -197,7 +196,8 @@ class Fabric(Checkpoints):
             raise RefusedError(f"plugins={plugins!r} is not honoured: pass precision=, and use a launcher")
         self._cpu, ranks = is_cpu(accelerator), read_ranks()
         self._precision = None if precision is None else lookup("precision", str(precision), PRECISIONS)
-        self.strategy = read_strategy(strategy).of(self)
+        self.strategy = read_strategy(strategy)
+        self.strategy.fabric = weakref.ref(self)
         self._devices = count_processes(devices, self._cpu)
         script = getattr(sys.modules["__main__"], "__file__", None)
         self._forks = strategy in FORKED or (script is None and self._devices > 1)

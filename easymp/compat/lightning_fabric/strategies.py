@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -39,23 +38,18 @@ OF_FABRIC = """root_device world_size global_rank local_rank node_rank is_global
 class Strategy:
     """A strategy of easymp with its options. Of a Fabric it also knows ranks, device and collectives."""
 
-    _fabric: Callable[[], Any] = staticmethod(lambda: None)
+    fabric: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference to the Fabric that runs it
 
     def __init__(self, strategy: str, options: Any = None, activation_checkpointing: Any = None) -> None:
         self.strategy, self.options = strategy, options
         self.activation_checkpointing = activation_checkpointing
-
-    def of(self, fabric: Any) -> Strategy:
-        """This strategy, which `fabric` runs."""
-        self._fabric = weakref.ref(fabric)
-        return self
 
     @property
     def num_nodes(self) -> int:
         return max(1, read_ranks().nodes)
 
     def __getattr__(self, name: str) -> Any:
-        fabric = self._fabric()
+        fabric = self.fabric()
         if name not in OF_FABRIC or fabric is None:
             raise AttributeError(f"a strategy has no {name!r} here{nearest(name, OF_FABRIC)}")
         return getattr(fabric, "device" if name == "root_device" else name)
