@@ -26,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 __getattr__ = layer.absent("apex.parallel", {}, lambda: __all__)
 ReduceOp = dist.ReduceOp
+LAYOUT = "channels are dimension 1, and model.to(memory_format=torch.channels_last) has torch's layout for it"
 
 
 class LARC(larc.LARC):
@@ -44,35 +45,23 @@ class LARC(larc.LARC):
 class SyncBatchNorm(batchnorm.SyncBatchNorm):
     """easymp's batch-norm over the ranks, with Apex's arguments."""
 
-    channel_last = fuse_relu = False
-
     def __init__(
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
         track_running_stats: bool = True, process_group: dist.ProcessGroup | None = None, channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:  # fmt: skip
+        if channel_last or fuse_relu:
+            raise RefusedError(f"{channel_last=}, {fuse_relu=}: {LAYOUT}; nn.ReLU follows in the model")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group=process_group)
-        self.channel_last, self.fuse_relu = channel_last, fuse_relu
-
-    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Batch-norm of `input`, plus `z`, where given, before the ReLU."""
-        x = input.movedim(-1, 1) if self.channel_last else input
-        y = super().forward(x)
-        y = y.movedim(1, -1) if self.channel_last else y
-        y = y if z is None else y + z
-        return y.relu() if self.fuse_relu else y
 
 
 def convert_syncbn_model(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
     """`module`, in place: every BatchNorm1d, 2d and 3d becomes a `SyncBatchNorm` with its weights and statistics."""
-    batchnorm.convert_sync_batchnorm(module, process_group)
-    norms: list[Any] = [norm for norm in module.modules() if isinstance(norm, batchnorm.SyncBatchNorm)]
-    for norm in norms:
-        norm.__class__ = SyncBatchNorm
-        norm.channel_last = channel_last
-    return module
+    if channel_last:
+        raise RefusedError(f"{channel_last=}: {LAYOUT}")
+    return batchnorm.convert_sync_batchnorm(module, process_group)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

@@ -27,7 +27,8 @@ _functions = "allgather_object broadcast_object broadcast_optimizer_state broadc
 _compressors = "Compression FP16Compressor NoneCompressor".split()
 __all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm"]
 
-TIMELINE = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")
+ABSENT = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")
+ABSENT["remove_process_set"] = "leave it out; a process set lasts until hvd.shutdown()"
 KINDS = "Allreduce Allgather Broadcast Alltoall Reducescatter".split()
 FUNCTIONS = [f"Horovod{grouped}{kind}" for kind in KINDS for grouped in ("", "Grouped")]
 ELASTIC = "restart a run that failed by `easymp launch --max-restarts 3`; acc.resume() goes on at its last checkpoint"
@@ -41,7 +42,7 @@ MODULES: dict[str, Any] = {
 submodules(__name__, MODULES, layer, "horovod.torch")
 vars(mpi_ops)["__getattr__"] = layer.absent(
     "horovod.torch.mpi_ops",
-    {**TIMELINE, **dict.fromkeys(FUNCTIONS, "call the operation, which is differentiable")},
+    {**ABSENT, **dict.fromkeys(FUNCTIONS, "call the operation, which is differentiable")},
     lambda: mpi_ops.__all__,
 )
-__getattr__ = layer.absent("horovod.torch", {**TIMELINE, "run": RUN}, lambda: __all__)
+__getattr__ = layer.absent("horovod.torch", {**ABSENT, "run": RUN}, lambda: __all__)

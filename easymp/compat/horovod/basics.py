@@ -24,7 +24,7 @@ from .engine import Engine, HorovodInternalError, Pending
 __all__ = [
     *"HorovodInternalError NotInitializedError ProcessSet add_process_set ccl_built cross_rank cross_size".split(),
     *"cuda_built ddl_built global_process_set gloo_built gloo_enabled init is_homogeneous is_initialized".split(),
-    *"local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank remove_process_set".split(),
+    *"local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built rank".split(),
     *"rocm_built shutdown size".split(),
 ]
 T = TypeVar("T")
@@ -181,21 +181,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     added.process_set_id = max(run.process_sets) + 1
     run.process_sets[added.process_set_id] = added
     return added
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set other than that of all ranks, and return whether it was there; every rank calls it."""
-    run = running()
-    if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"remove_process_set({process_set!r}): pass what add_process_set returned")
-    number = process_set.process_set_id
-    if not number or run.process_sets.get(number) is not process_set:
-        return False
-    run.world.barrier()
-    del run.process_sets[number]
-    process_set.process_set_id = None
-    run.engine.close_set(process_set.ranks)
-    return True
 
 
 # -- facts about the run and this installation

@@ -295,11 +295,6 @@ class Engine:
         if self._world.rank in members:
             self._collectives[tuple(ranks)] = Collectives(group, members, self._world.rank)
 
-    def close_set(self, ranks: Sequence[int]) -> None:
-        collectives = self._collectives.pop(tuple(ranks), None)
-        if collectives is not None and collectives.group is not None:
-            dist.destroy_process_group(collectives.group)
-
     # -- on the program's thread
 
     def submit(self, pending: Pending) -> None:
