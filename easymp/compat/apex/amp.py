@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -156,30 +155,18 @@ class LossScaler:
     _unskipped = property(lambda self: int(self.scaler.state_dict()["_growth_tracker"]))  # good blocks at this scale
 
 
-@dataclass(frozen=True)
-class Properties:
-    """A level's properties, by Apex's names. None and False leave types as they are."""
+class Properties(SimpleNamespace):
+    """A level's properties, by Apex's names, also in a dict. None and False leave types as they are."""
 
-    enabled: bool = False
-    opt_level: str | None = None
-    cast_model_type: torch.dtype | bool | None = None
-    patch_torch_functions: bool | None = False
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str = 1.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All of them in a dict, as scripts read them."""
-        return asdict(self)
+    options = property(vars)
 
 
-PROPERTIES = [field.name for field in fields(Properties)][2:]
+PROPERTIES = "cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights loss_scale".split()
 LEVELS = {
-    "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
-    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
-    "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
-    "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
 }
 O1_REFUSES = {
     "cast_model_type": "O1 inserts casts around torch's functions, and the weights themselves stay fp32",
@@ -196,7 +183,7 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
             f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', "
             "'O3'. Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero"
         )
-    defaults, values = LEVELS[level], dict(overrides)
+    values = {**dict(zip(PROPERTIES, LEVELS[level])), **overrides}
     for name, value in overrides.items():
         if name == "cast_model_type":
             if not any(value is dtype for dtype in MODEL_TYPES):
@@ -212,18 +199,17 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
             raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
         else:
             values[name] = str(value) == "True"
-    if not defaults.patch_torch_functions:
-        if values.get("patch_torch_functions"):
-            raise ApexError(
-                f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
-            )
-        return replace(defaults, **values)
-    if values.get("cast_model_type") in (torch.float32, False):
-        del values["cast_model_type"]  # fp32, the type of the weights
-    if refused := next((name for name in O1_REFUSES if name in values), None):
+    if level != "O1" and values["patch_torch_functions"]:
+        raise ApexError(
+            f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
+        )
+    if level == "O1" and values["cast_model_type"] in (torch.float32, False):
+        values["cast_model_type"] = None  # fp32, the type of the weights
+    refused = next((name for name in O1_REFUSES if level == "O1" and values[name] is not None), None)
+    if refused is not None:
         reason = f"{O1_REFUSES[refused]}. Leave it out, or use O2 or O3"
         raise ApexError(f"{refused}={values[refused]!r} with opt_level O1: {reason}")
-    return replace(defaults, **values)
+    return Properties(enabled=True, opt_level=level, **values)
 
 
 class AmpState:
@@ -486,7 +472,7 @@ def initialize(
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
         _handle._deactivate()
-        _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
+        _amp_state.opt_properties, _amp_state.loss_scalers = Properties(enabled=False), []
         return result
     values = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
     overrides = {name: value for name, value in zip(PROPERTIES, values) if value is not None}

@@ -29,8 +29,6 @@ __all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm
 
 ABSENT = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")
 ABSENT["remove_process_set"] = "leave it out; a process set lasts until hvd.shutdown()"
-KINDS = "Allreduce Allgather Broadcast Alltoall Reducescatter".split()
-FUNCTIONS = [f"Horovod{grouped}{kind}" for kind in KINDS for grouped in ("", "Grouped")]
 ELASTIC = "restart a run that failed by `easymp launch --max-restarts 3`; acc.resume() goes on at its last checkpoint"
 RUN = "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher"
 MODULES: dict[str, Any] = {
@@ -40,9 +38,5 @@ MODULES: dict[str, Any] = {
     "elastic": ELASTIC,
 }
 submodules(__name__, MODULES, layer, "horovod.torch")
-vars(mpi_ops)["__getattr__"] = layer.absent(
-    "horovod.torch.mpi_ops",
-    {**ABSENT, **dict.fromkeys(FUNCTIONS, "call the operation, which is differentiable")},
-    lambda: mpi_ops.__all__,
-)
+vars(mpi_ops)["__getattr__"] = layer.absent("horovod.torch.mpi_ops", ABSENT, lambda: mpi_ops.__all__)
 __getattr__ = layer.absent("horovod.torch", {**ABSENT, "run": RUN}, lambda: __all__)

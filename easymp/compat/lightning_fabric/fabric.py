@@ -412,7 +412,8 @@ class Fabric(Checkpoints):
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Each tensor or number of `data` from all ranks, in a new first dimension; of one process as it is."""
-        _check_group("all_gather", group)
+        if group is not None:
+            raise RefusedError("all_gather: group is not honoured: all ranks take part")
 
         def gather(leaf: Tensor) -> Tensor:
             if self.world_size == 1:
@@ -430,7 +431,8 @@ class Fabric(Checkpoints):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The "mean", "sum", "max", "min" or "product" of each tensor (in place) or number of `data` over the ranks."""
-        _check_group("all_reduce", group)
+        if group is not None:
+            raise RefusedError("all_reduce: group is not honoured: all ranks take part")
         operation = lookup("reduce_op", str(reduce_op).rpartition(".")[2].lower(), REDUCTIONS)
         reduce = self.easymp.reduce if operation in ("mean", "sum") else self.easymp._world.reduce
         return _on_numbers(lambda leaf: leaf.detach().copy_(reduce(leaf, operation)), data, self.device)
@@ -489,8 +491,3 @@ def _on_numbers(function: Callable[[Tensor], Tensor], data: Any, device: torch.d
         return function(torch.as_tensor(leaf, device=device))
 
     return recursively_apply(on_device, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
-
-
-def _check_group(call: str, group: Any) -> None:
-    if group is not None:
-        raise RefusedError(f"{call}: group is not honoured: all ranks take part")
