@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -241,6 +241,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
         close = sorted((stem for stem in spelled if stem.startswith(wanted)), key=len)[:1]
     more = f" with {' and '.join(options)}" if options and close == [same] else ""
     return f", did you mean {spelled[close[0]]!r}{more}?" if close else ""
+
+
+def join_some(texts: Sequence[str], separator: str = "; ", limit: int = 5) -> str:
+    """The first few texts, and the number of the others."""
+    hidden = len(texts) - limit
+    return separator.join(texts[:limit]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def _stem(name: str) -> str:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, join_some
 from ..logging import get_logger
 from . import folders, storage
 from .folders import SaveRecord, checkpoint_of, join, lock_name
@@ -141,10 +141,9 @@ def refuse_foreign(target: Storage, name: str) -> None:
     """Raise CheckpointError if `name` exists and is not a checkpoint, since a save would overwrite it."""
     content = [name] if target.size(name) is not None else target.list(name)
     if content and MANIFEST not in content and COMMIT not in content:
-        shown = ", ".join(content[:5]) + (" …" if len(content) > 5 else "")
         raise CheckpointError(
-            f"{join(target.root, name)} is there and is not a checkpoint ({shown}): it would be replaced, so pass "
-            "another name"
+            f"{join(target.root, name)} is there and is not a checkpoint ({join_some(content, ', ')}): it would be "
+            "replaced, so pass another name"
         )
 
 

@@ -22,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CheckpointError, NoCheckpointError
+from ..errors import CheckpointError, NoCheckpointError, join_some
 from ..logging import get_logger
 from .codec import LONGEST
 from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Lineage, Manifest, decode, decode_head, seal
@@ -32,7 +32,6 @@ from .storage_remote import RemoteStorage
 
 logger = get_logger(__name__)
 HEAD = 2**16  # bytes of a manifest in which its plan usually ends
-SHOWN = 5  # names in a sentence before the rest is counted
 LATEST = "latest"
 TEMPORARY = ".tmp-"
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
@@ -393,7 +392,6 @@ class SaveLine:
                 "kept: %s",
                 storage.root,
                 f"at {lineage.parent}" if lineage.parent else "without resume()",
-                ", ".join(abandoned[:SHOWN])
-                + (f" and {len(abandoned) - SHOWN} more" if len(abandoned) > SHOWN else ""),
+                join_some(abandoned, ", "),
             )
         return record

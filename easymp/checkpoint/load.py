@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import World
-from ..errors import CheckpointError, EasympError, nearest
+from ..errors import CheckpointError, EasympError, join_some, nearest
 from ..logging import get_logger
 from .buffers import aligned, as_bytes, is_plain
 from .codec import unpack
@@ -43,7 +43,6 @@ from .storage import Files, MemoryFile, SourceFile, Storage
 
 logger = get_logger(__name__)
 
-SHOWN = 5  # of a list in a message
 STUCK = "could not be put back"
 PARTLY = (
     "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another "
@@ -285,17 +284,11 @@ def _raise_together(
         raise CheckpointError(f"{path} {outcome}: {texts}") from error
 
 
-def join_some(texts: Sequence[str]) -> str:
-    """The first few names, and the number of the others."""
-    suffix = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + suffix
-
-
 def name_differences(live: Collection[str], saved: Collection[str]) -> str:
     """Names on one side only, each with the nearest name on the other side; "" if there are none."""
     missing = [name for name in live if name not in saved]
     surplus = [name for name in saved if name not in live]
-    missing_texts = [repr(name) + nearest(name, surplus) for name in missing[:SHOWN]] + missing[SHOWN:]
+    missing_texts = [repr(name) + nearest(name, surplus) for name in missing[:5]] + missing[5:]
     groups = (("not in", missing_texts), ("only in", [repr(name) for name in surplus]))
     return "; ".join(f"{label} the checkpoint: {join_some(names)}" for label, names in groups if names)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..base.dtensor import local
-from ..errors import CheckpointError, StepError
+from ..errors import CheckpointError, StepError, join_some
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
 from .codec import tensor_names
-from .load import CheckpointReader, FullName, Trial, check_like, is_known, join_some, name_differences
+from .load import CheckpointReader, FullName, Trial, check_like, is_known, name_differences
 from .manifest import Box, StoredTensor, canonical, check_number, local_tensors
 from .save import Snapshot, per_rank
 

@@ -84,13 +84,12 @@ class Progress:
                 self._next_line = time_now + REPEATED
                 count = min(self._count, self.total or self._count)  # blocks may be read twice at edges
                 share = f" of {size(self.total)} ({count / self.total:.0%})" if self.total else ""
-                print(f"{self._doing}: {size(count)}{share}, {self._rate(time_now)}", file=self._stream, flush=True)
-
-    def _rate(self, time_now: float) -> str:
-        return f"{size(self._count / max(time_now - self._began, 1e-9))}/s"
+                rate = size(self._count / (time_now - self._began))
+                print(f"{self._doing}: {size(count)}{share}, {rate}/s", file=self._stream, flush=True)
 
     def _summary(self, time_now: float) -> str:
-        return f"{self._finished}: {size(self._count)} in {time_now - self._began:.1f} s, {self._rate(time_now)}"
+        seconds = max(time_now - self._began, 1e-9)
+        return f"{self._finished}: {size(self._count)} in {seconds:.1f} s, {size(self._count / seconds)}/s"
 
     def __enter__(self) -> Progress:
         return self

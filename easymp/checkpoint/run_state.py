@@ -15,7 +15,7 @@ import torch
 from ..base.parts import Part
 from ..base.rng import mix, seed_all
 from ..distributed import World
-from ..errors import CheckpointError
+from ..errors import CheckpointError, join_some
 from ..logging import get_logger
 from .load import CheckpointReader, Trial, check_like, is_known
 from .manifest import canonical, check_number
@@ -344,7 +344,7 @@ class RandomState:
                 "the seed",
                 len(new_slices),
                 self._data_size,
-                ", ".join(new_slices[:8]) + (" …" if len(new_slices) > 8 else ""),
+                join_some(new_slices, ", "),
             )
         rank_to_follow = by_slice.get(self._data_rank)
         own = saved.get(self._rank)

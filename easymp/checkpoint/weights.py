@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local
 from ..distributed import read_ranks
-from ..errors import CheckpointError, NoCheckpointError, SettingError, nearest
+from ..errors import CheckpointError, NoCheckpointError, SettingError, join_some, nearest
 from ..logging import get_logger
 from ..strategies.meta_init import left_to_others, swap_in
 from . import folders, manifest, torch_files
@@ -352,11 +352,7 @@ class Skipped:
 
     def __str__(self) -> str:
         groups = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshapen}
-        return "; ".join(
-            f"{label}: {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            for label, names in groups.items()
-            if names
-        )
+        return "; ".join(f"{label}: {join_some(names, ', ', SHOWN)}" for label, names in groups.items() if names)
 
 
 @dataclass(eq=False)

@@ -26,10 +26,9 @@ from typing import Any
 
 from .. import checkpoint
 from ..base.units import size
-from ..errors import CheckpointError, SettingError, redact
+from ..errors import CheckpointError, SettingError, join_some, redact
 from .terminal import plain, print_json, table
 
-FEW = 3  # names in a sentence before the rest is counted
 Answer = tuple[Any, Sequence[str], int]  # for programs, lines for people, and the exit code
 
 
@@ -215,5 +214,4 @@ def run_prune(args: argparse.Namespace) -> Answer:
 
 
 def name_list(names: Sequence[str]) -> str:
-    hidden = len(names) - FEW
-    return ", ".join(map(plain, names[:FEW])) + (f" and {hidden} more" if hidden > 0 else "")
+    return join_some([plain(name) for name in names], ", ", limit=3)
