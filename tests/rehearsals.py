@@ -42,6 +42,7 @@ WAITS = {
     "stepped": "local_sgd counts updates that were not skipped",
     "_step_by_torch": "an optimizer that does not know a loss scale steps or not",
     "_compare_gradients": "the first step under tensor_parallel compares gradients of whole parameters",
+    "average": "low-precision parameters without a gradient on this rank may have one on others",
     "_run_schedule": "a pipeline asks whether a stage has failed",
     "_statistics": "SyncBatchNorm on devices that are not NVIDIA's counts its values",
     "__init__": "DistributedDataParallel is made",
