@@ -85,11 +85,6 @@ class EngineOptions:
         rounding: Rounding | None = None if seed is False else cuda.Rounding(0 if seed is True else seed)
         return rounding
 
-    @property
-    def widens(self) -> bool:
-        """Whether the step rounds states or parameters in another way than torch."""
-        return self.state_dtype is not None or self.stochastic_rounding is not False
-
     def __post_init__(self) -> None:
         if self.state_dtype not in (None, torch.float32, torch.bfloat16):
             raise SettingError(
@@ -183,7 +178,7 @@ class Engine:
         if rounding is not None and sharded is not None and elementwise(inner):
             rounding = replace(rounding, offset_of=sharded.offset_of)
         self._rule_step: rules.RuleStep | None = None
-        if options.widens:
+        if options.state_dtype is not None or rounding is not None:  # bf16 is rounded in another way than by torch
             step_rule = rule or rule_optimizers.step_rule(inner)
             if step_rule is None:
                 raise SettingError(

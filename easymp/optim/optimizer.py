@@ -145,7 +145,7 @@ class PreparedOptimizer(WrappingOptimizer):
                 turn.begin()
                 turn.skipped = torch.ones(())
                 return None
-            low_precision = self._low_precision
+            low_precision = self._masters is not None or (self._sums is not None and self._sums.on)
             result = self._step_low(veto) if low_precision else self._step(veto)
         finally:
             self.closure = None
@@ -195,10 +195,6 @@ class PreparedOptimizer(WrappingOptimizer):
             return self.engine.step(None, found_inf)
         self.leave_clip(None)
         return self.engine.step(clip.factor, found_inf)
-
-    @property
-    def _low_precision(self) -> bool:
-        return self._masters is not None or (self._sums is not None and self._sums.on)
 
     def _step_low(self, veto: Tensor | None) -> Any:
         if self._masters is not None:

@@ -176,8 +176,8 @@ class FSDP(Single):
         return device_mesh(self._world, self._shape, ("replicate", "shard")[-len(self._shape) :])
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
-        if isinstance(model, Sharded):
-            model.remove_hooks()
+        for hook in model.hooks if isinstance(model, Sharded) else ():
+            hook.remove()
         return Released("this model's parameters are shards")
 
 
@@ -316,8 +316,8 @@ class Sharded(Reducing):
         self._all_gathered = False  # whether all parts have been gathered once
         self._has_called = False
         self._unsharded = tuple(unsharded)  # a tuple: they are parameters of `root`, and of nothing else
-        self._hooks = as_if_fp32(root) if gather else []
-        self._hooks += [hook_gradient(p, self._queue_end) for p in self._unsharded]
+        self.hooks = as_if_fp32(root) if gather else []
+        self.hooks += [hook_gradient(p, self._queue_end) for p in self._unsharded]
         self._end_queued = False  # whether this backward ends with `_end_backward`
         self._names, self._tensors = zip(*root.named_parameters())
         self._frozen = [not p.requires_grad for p in self._tensors]
@@ -327,7 +327,6 @@ class Sharded(Reducing):
         self._shard_memory.check()
         self.begin_forward()
         training = torch.is_grad_enabled()
-        accumulating = training and not self.reduces
         if training:
             self._compare_frozen()
         with self.world.explained("forward"):
@@ -335,7 +334,7 @@ class Sharded(Reducing):
         if not self._has_called:
             self._has_called = True
             self._shard_memory.note()  # torch may have replaced them in the first call
-        if accumulating and not self._all_gathered:
+        if training and not self.reduces and not self._all_gathered:
             self._gather_once()
         if not training:
             for part in () if self._options.reshard_after_forward else self._parts:
@@ -382,7 +381,7 @@ class Sharded(Reducing):
         for module in self.root.modules():
             has_parameters = next(module.parameters(False), None) is not None
             if has_parameters and module is not self.root and id(module) not in gathered:
-                self._hooks.append(module.register_forward_pre_hook(_check_gathered))
+                self.hooks.append(module.register_forward_pre_hook(_check_gathered))
 
     def drop(self, parameters: Callable[[], set[int]]) -> None:
         """Drop the sums that torch keeps beside ``.grad`` after backwards under `no_sync`, for these parameter ids."""
@@ -402,10 +401,6 @@ class Sharded(Reducing):
             state = part._get_fsdp_state()
             before_2_11 = getattr(state, "_fsdp_param_group", None)
             yield from filter(None, getattr(state, "_fsdp_param_groups", None) or [before_2_11])
-
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     def reduce(self, enabled: bool) -> None:
         super().reduce(enabled)
