@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 import atexit
+import html
 import math
 import os
 import weakref
@@ -275,6 +276,10 @@ class Accelerator(Collectives, Checkpoints):
     def __str__(self) -> str:
         batch = f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
         return self.plan.explain() + batch
+
+    def _repr_html_(self) -> str:
+        """The plan, as a notebook shows it at the end of a cell."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     # -- properties
 

@@ -25,6 +25,7 @@ from easymp.checkpoint.storage import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.parts import preemption
 
+from ..examples.run import environment
 from ..strategies.models import whole
 from .samples import Numbered
 
@@ -378,3 +379,28 @@ if __name__ == "__main__":  # a worker of torchrun; the last one dies once
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     result = train(sys.argv[1], Case("ddp"), End(7, to=(1,)) if first else None)
     torch.save(result, f"{sys.argv[1]}/{os.environ['RANK']}.pt")
+
+
+INTERRUPTED = """
+import torch
+from easymp import Accelerator
+
+acc = Accelerator(cpu=True, project_dir="run")
+model = torch.nn.Linear(2, 1)
+model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for update in range(2):
+    acc.backward(model(torch.ones(2, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if update == 0:
+        acc.save_state()
+raise KeyboardInterrupt
+"""
+
+
+def test_ctrl_c_is_one_line(tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    place = tmp_path / "run/checkpoints/step-00000001"
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stderr.strip() == f"interrupted after update 2: acc.resume() continues from {place}"
