@@ -132,7 +132,14 @@ def probe_nvidia(root: Path = ROOT) -> Probe | str:
         return f"no NVIDIA GPU: this torch {version} is built without CUDA"
     driver = read_nvml()
     if driver is None:
-        return _probe_by_torch(visible_devices)
+        with warnings.catch_warnings(record=True) as caught:  # torch says why there is no device in a warning
+            warnings.simplefilter("always")
+            if not torch.cuda.is_available():
+                setting = f" (CUDA_VISIBLE_DEVICES={visible_devices!r})" if visible_devices is not None else ""
+                reason = str(caught[0].message).split("(Triggered")[0].strip().rstrip(".") if caught else ""
+                return f"no NVIDIA GPU{setting}: {reason or 'the driver shows none or is not there'}"
+        properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return _nvidia_probe([(card.name, (card.major, card.minor), card.total_memory) for card in properties])
     if not driver.cards:
         if driver.total and visible_devices is not None:
             return f"no NVIDIA GPU: CUDA_VISIBLE_DEVICES={visible_devices!r} shows none of the {driver.total} here"
@@ -144,17 +151,6 @@ def probe_nvidia(root: Path = ROOT) -> Probe | str:
             f"CUDA {torch.version.cuda}: update the driver or install torch built for CUDA {driver.cuda[0]} ({INSTALL})"
         )
     return _nvidia_probe([(card.name, card.capability, card.memory) for card in driver.cards])
-
-
-def _probe_by_torch(visible_devices: str | None) -> Probe | str:
-    with warnings.catch_warnings(record=True) as caught:  # torch says why there is no device in a warning
-        warnings.simplefilter("always")
-        if not torch.cuda.is_available():
-            setting = f" (CUDA_VISIBLE_DEVICES={visible_devices!r})" if visible_devices is not None else ""
-            reason = str(caught[0].message).split("(Triggered")[0].strip().rstrip(".") if caught else ""
-            return f"no NVIDIA GPU{setting}: {reason or 'the driver shows none or is not there'}"
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return _nvidia_probe([(c.name, (c.major, c.minor), c.total_memory) for c in cards])
 
 
 def _nvidia_probe(cards: Sequence[tuple[str, tuple[int, int], int]]) -> Probe:
