@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..base.accumulation import UpdateWindow
 from ..distributed import Ranks
 from ..errors import EasympWarning, nearest
 from ..protocols import Source
@@ -147,6 +149,16 @@ def submodules(
         sys.modules[module.__name__] = module
         # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
         vars(sys.modules[parent]).setdefault(leaf, module)
+
+
+@contextmanager
+def saving_between_micro_batches(window: UpdateWindow) -> Iterator[None]:
+    """Inside, checkpoints are saved in an unfinished window, too, without its gradients, as the peers do."""
+    sync, window.sync = window.sync, True
+    try:
+        yield
+    finally:
+        window.sync = sync
 
 
 def unless_set(settings: Settings, name: str, argument: Any, default: str) -> Any:

@@ -70,7 +70,7 @@ OTHER_ATTRIBUTES = {
     "trigger_sync_in_backward": "call the model outside of no_sync() in the micro-step whose gradients are averaged",
     **dict.fromkeys(
         (*LOADER_OPTIONS, "non_blocking", "use_stateful_dataloader"),
-        f"keep the DataLoaderConfiguration that you pass as dataloader_config; {BY_LAYER}",
+        "keep the DataLoaderConfiguration that you pass as dataloader_config",
     ),
 }
 

@@ -92,7 +92,7 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, t
         assert second.mixed_precision == "bf16"  # the first one's
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
     with Accelerator(split_batches=True) as acc:
-        assert acc.mixed_precision == "bf16" and acc.split_batches
+        assert acc.mixed_precision == "bf16" and acc.dataloader_config.split_batches
     with pytest.raises(RefusedError, match=r"megatron_lm_plugin=1.*: pass strategy='tensor_parallel'"):
         Accelerator(megatron_lm_plugin=1)
     with pytest.raises(TypeError, match="no argument 'mixed_precison'"):
@@ -362,6 +362,24 @@ def test_second_arguments_of_checkpoints_are_accelerates(tmp_path):
         assert model.weight.abs().sum() > 0
         with pytest.raises(RefusedError, match="safe_serialization"):
             acc.save_state(tmp_path / "two", False)
+
+
+def test_a_bare_parameter_and_an_unfinished_window_are_saved(tmp_path):
+    with Accelerator(cpu=True, gradient_accumulation_steps=2) as acc:
+        bare, model = nn.Parameter(torch.ones(2)), nn.Linear(2, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD([bare, *model.parameters()], lr=1.0))
+        for update in range(2):
+            for micro in range(2):
+                with acc.accumulate(model):
+                    acc.backward(model(bare).sum())
+                    if (update, micro) == (1, 0):
+                        trained = bare.detach().clone()
+                        acc.save_state(tmp_path / "inside")
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert not torch.equal(bare, trained) and not torch.equal(trained, torch.ones(2))
+        acc.load_state(tmp_path / "inside")
+        assert torch.equal(bare, trained)
 
 
 def test_what_prepare_takes():

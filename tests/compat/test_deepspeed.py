@@ -52,55 +52,6 @@ def started(config, **arguments):
         engine.destroy()
 
 
-def by_hand():
-    """Plain torch on one process: updates of 16 samples; parameters, and the norms of the gradients."""
-    net, (x, y) = model(), data()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    norms = []
-    for i in [0, 16, 32] * 2:
-        cross_entropy(net(x[i : i + 16]), y[i : i + 16]).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in net.parameters()], norms
-
-
-def trained(stage, precision):
-    """The program of the examples: parameters, norms, and what the engine says of itself."""
-    config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, **precision}
-    config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01}}
-    x, y = data()
-    with started({**config, "zero_optimization": {"stage": stage}}) as engine:
-        micro, norms = engine.train_micro_batch_size_per_gpu(), []
-        for step in range(12):
-            rows = slice(begin := 8 * (step % 6) + engine.global_rank * micro, begin + micro)
-            loss = cross_entropy(engine(x[rows]).float(), y[rows])
-            assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
-            assert engine.is_gradient_accumulation_boundary() == bool(step % 2)
-            engine.step()
-            if step % 2:
-                norms.append(engine.get_global_grad_norm())
-        facts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
-        assert facts == (6, 12, 96, 0)
-        parameters = [safe_get_full_fp32_param(p).tolist() for p in engine.module.parameters()]
-        return parameters, norms, engine.accelerator.plan.strategy.value
-
-
-@pytest.mark.parametrize(
-    ("processes", "stage", "precision"),
-    [(1, 0, {}), (1, 0, FP16), (1, 0, BF16), (2, 1, FP16), (2, 1, BF16), (2, 3, {})],
-)
-def test_it_trains_as_plain_torch(ranks, processes, stage, precision):
-    expected, norms = by_hand()
-    case = stage, precision
-    for parameters, rank_norms, strategy in [trained(*case)] if processes == 1 else ranks(trained, *case):
-        assert rank_norms == pytest.approx(norms, rel=0.1 if precision else 1e-4)
-        assert strategy == ("single" if processes == 1 else ["ddp", "zero1", "zero1", "fsdp"][stage])
-        for a, b in zip(parameters, expected, strict=True):
-            rtol, atol = (0.1, 0.02) if precision else (1e-4, 1e-5)
-            torch.testing.assert_close(torch.tensor(a), b, rtol=rtol, atol=atol)
-
-
 def looked_at(stage, precision):
     """What a script reads of its model and optimizer, and what `safe_set_full_…` leaves there."""
     x, y = data()
@@ -273,40 +224,56 @@ def tokens():
     return ids, ids.roll(-1, 1)
 
 
-def trained_language_model(stage):
-    """Weights after four updates as scripts for BERT and GPT make them: groups, accumulation, a clip, a warm-up."""
-    config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+def trained_language_model(stage, precision):
+    """Weights and norms of four updates as scripts for BERT and GPT make them: groups, accumulation, clip, warm-up."""
+    config = {**precision, "train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     config["optimizer"] = {"type": "Adam", "adam_w_mode": True, "params": {"lr": 0.01, "eps": 1e-3}}
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.01}}
-    net, (ids, labels) = Language(), tokens()
+    net, (ids, labels), norms = Language(), tokens(), []
     config["zero_optimization"] = {"stage": stage}
     with started(config, model=net, model_parameters=groups_of(net)) as engine:
         samples = engine.train_micro_batch_size_per_gpu()
-        for i in [0, 8, 16, 24] * 2:
+        for step, i in enumerate([0, 8, 16, 24] * 2):
             rows = slice(begin := i + engine.global_rank * samples, begin + samples)
-            engine.backward(engine(ids[rows], labels[rows]))
+            loss = engine(ids[rows], labels[rows])
+            assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
+            assert engine.is_gradient_accumulation_boundary() == bool(step % 2)
             engine.step()
+            if step % 2:
+                norms.append(engine.get_global_grad_norm())
+        facts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
+        assert facts == (4, 8, 64, 0)
         state = {}
         for name, p in engine.module.named_parameters():
             with deepspeed.zero.GatheredParameters(p):
                 state[name] = p.detach().tolist()
-        return state
+        return state, norms, engine.accelerator.plan.strategy.value
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_language_model_trains_as_plain_torch(ranks, stage):
-    net, (ids, labels) = Language(), tokens()
+@pytest.mark.parametrize(
+    ("processes", "stage", "precision"),
+    [(1, 0, {}), (1, 0, FP16), (1, 0, BF16), *((2, stage, {}) for stage in range(4)), (2, 1, FP16), (2, 1, BF16)],
+)
+def test_a_language_model_trains_as_plain_torch(ranks, processes, stage, precision):
+    net, (ids, labels), norms = Language(), tokens(), []
     optimizer = torch.optim.AdamW(groups_of(net), eps=1e-3)
     for update, rows in enumerate([slice(0, 16), slice(16, 32)] * 2):
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * [0.0, 0.0, math.log(2) / math.log(3), 1.0][update]
         net(ids[rows], labels[rows]).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    for state in ranks(trained_language_model, stage):
+    case = stage, precision
+    expected_strategy = "single" if processes == 1 else ["ddp", "zero1", "zero1", "fsdp"][stage]
+    for state, engine_norms, strategy in (
+        [trained_language_model(*case)] if processes == 1 else ranks(trained_language_model, *case)
+    ):
+        assert engine_norms == pytest.approx(norms, rel=0.1 if precision else 1e-4)
+        assert strategy == expected_strategy
         for name, parameter in net.named_parameters():
-            torch.testing.assert_close(torch.tensor(state[name]), parameter.detach(), rtol=0, atol=2e-6)
+            weight = torch.tensor(state[name])
+            torch.testing.assert_close(weight, parameter.detach(), rtol=0, atol=0.02 if precision else 2e-6)
 
 
 def test_checkpoints_are_saved_between_micro_batches(tmp_path):

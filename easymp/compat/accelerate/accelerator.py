@@ -24,6 +24,7 @@ from ... import accelerator, profiling
 from ...base.pytree import leaves, recursively_apply
 from ...checkpoint import folders, huggingface, torch_files
 from ...checkpoint.api import Path
+from ...checkpoint.load import Loaded
 from ...checkpoint.ranks import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import check_backend, read_ranks
@@ -47,13 +48,12 @@ from ...training.collectives import gather_object
 from ...training.moved import OTHER_ARGUMENTS, SETTING_REMEDIES
 from ...training.prepare import PrepareOptions
 from ...training.state import accelerators
-from ..layer import unless_set
+from ..layer import saving_between_micro_batches, unless_set
 from .loaders import DataLoaderConfiguration, make_loader
 from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 from .processes import (
     AcceleratorState,
     AllProcesses,
-    DistributedType,
     GradientState,
     InitProcessGroupKwargs,
     handlers_by_class,
@@ -381,9 +381,22 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
 
         With ``automatic_checkpoint_naming`` it is ``checkpoint_0``, ``checkpoint_1`` …, by `save_iteration`.
         """
-        if self.num_processes == 1 or self._save_calls.all_called():
-            return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
-        return self._save_alone(output_dir) if self.is_main_process else ""
+        self._name_alone()
+        with saving_between_micro_batches(self._window):
+            if self.num_processes == 1 or self._save_calls.all_called():
+                return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
+            return self._save_alone(output_dir) if self.is_main_process else ""
+
+    def load_state(self, input_dir: Path | None = None, **options: Any) -> Loaded:  # type: ignore[override]
+        """As `easymp.Accelerator.load_state`."""
+        self._name_alone()
+        return super().load_state(input_dir=input_dir, **options)
+
+    def _name_alone(self) -> None:
+        """Prepare a model of the parameters that optimizers step and no model has, so that checkpoints hold them."""
+        stepped = [p for optimizer in self._prepared.optimizers for g in optimizer.param_groups for p in g["params"]]
+        if alone := [p for p in dict.fromkeys(stepped) if self._prepared.owner.get(id(p)) == ALONE]:
+            self.prepare(nn.ParameterList(alone))
 
     def _folder_name(self, step: int) -> str:
         if not self._project.automatic_checkpoint_naming:
@@ -455,11 +468,6 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     logging_dir = property(lambda self: self._project.logging_dir)
     save_iteration = property(lambda self: self._project.iteration)
     dataloader_config = property(lambda self: self._loading)
-    split_batches = property(lambda self: self._loading.split_batches)
-    dispatch_batches = property(lambda self: self._loading.dispatch_batches)
-    use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)
-    non_blocking = property(lambda self: self._loading.non_blocking)
-    use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
 
     @property
     def even_batches(self) -> bool:
@@ -476,9 +484,6 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
 
     # -- what libraries ask
 
-    should_save_model = property(lambda self: self.is_main_process)  # whether this process writes weights
     _models = property(lambda self: [*self._views(), *self._evaluated])  # libraries ask whether there are any
-    multi_device = property(lambda self: self.use_distributed)
-    is_fsdp2 = property(lambda self: self.distributed_type == DistributedType.FSDP)
     # Strategy and strategy_options say how models are split, no run here is DeepSpeed's, and fp8 is torch's own.
     parallelism_config = deepspeed_plugin = fp8_backend = property(lambda self: None)

@@ -29,6 +29,7 @@ from ...optim import PreparedOptimizer
 from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from ...settings import Settings
 from ...training.state import current_world
+from ..layer import saving_between_micro_batches
 from . import optimizers
 from .config import DeepSpeedConfig, layer
 from .modules import gradient_of, hide_gradients, mark_sharded, reveal_gradients
@@ -351,12 +352,8 @@ class DeepSpeedEngine(nn.Module):
             raise RefusedError("exclude_frozen_parameters=True: only save_16bit_model takes it")
         tag = f"global_step{self.global_steps}" if tag is None else current_world().broadcast_objects([str(tag)])[0]
         self.client_state = dict(client_state or {})
-        window = self.accelerator._window
-        sync, window.sync = window.sync, True  # saves between two micro-batches, too
-        try:
+        with saving_between_micro_batches(self.accelerator._window):
             self.accelerator.save_state(os.path.join(save_dir, tag))  # a Path would break a URL
-        finally:
-            window.sync = sync
         if save_latest and self.global_rank == 0:
             temporary = Path(save_dir, "latest.tmp")
             temporary.write_text(tag, encoding="utf-8")
