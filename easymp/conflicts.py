@@ -42,10 +42,7 @@ ACCUMULATION_AND_JOIN = Conflict(
     "Keep even_batches=True, or set gradient_accumulation_steps=1",
 )
 NO_SYNC_AND_JOIN = Conflict(
-    "join_uneven_inputs()",
-    "no_sync()",
-    ENDS_EARLY,
-    "Keep even_batches=True, or let each backward average",
+    "join_uneven_inputs()", "no_sync()", ENDS_EARLY, "Keep even_batches=True, or let each backward average"
 )
 MODELS_AND_JOIN = Conflict(
     "join_uneven_inputs()",

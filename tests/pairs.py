@@ -564,9 +564,7 @@ def train(row: Row, strategy: str, folder: str) -> Result:
     begun = Training(row, first, folder, 1, False)
     with begun.acc:
         begun.fit(
-            0,
-            HALFWAY,
-            lambda: begun.acc.save_state(f"{folder}/state", async_=row["checkpoint"] == "asynchronous save"),
+            0, HALFWAY, lambda: begun.acc.save_state(f"{folder}/state", async_=row["checkpoint"] == "asynchronous save")
         )
     training = Training(row, strategy, folder, 2, True)
     with training.acc:

@@ -205,11 +205,7 @@ def load_checkpoint(
 
 
 def load_items(
-    world: World,
-    path: str,
-    open_reader: Callable[[], CheckpointReader],
-    items: Sequence[Saveable],
-    tick: Tick = ignore,
+    world: World, path: str, open_reader: Callable[[], CheckpointReader], items: Sequence[Saveable], tick: Tick = ignore
 ) -> Loaded:
     """Load the checkpoint at `path` that `open_reader` opens, as `load_checkpoint` does."""
     loads: list[Callable[[], None]] = []

@@ -84,8 +84,7 @@ def write(obj: Any, f: str | os.PathLike[str]) -> None:
         reason = str(error).splitlines()[0]
         raise RefusedError(
             f"{path}: torch.load(weights_only=True) does not read this {type(obj).__name__} ({reason}), and other "
-            "reading can run code: save tensors, numbers, strings, lists and dicts of these, such as state_dict() "
-            "gives"
+            "reading can run code: save tensors, numbers, strings, lists and dicts of these, such as state_dict() gives"
         ) from error
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error

@@ -263,8 +263,7 @@ def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device:
     if not GRAPHS_KEEP_PINNED and capturing(device):
         raise StepError(
             f"tensors have moved since the step before, and torch {torch.__version__} reuses memory that replays of "
-            "this "
-            "graph copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11"
+            "this graph copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11"
         )
     packed = isinstance(numbers, array) and bool(numbers)
     on_host = torch.frombuffer(numbers, dtype=dtype) if packed else torch.tensor(numbers, dtype=dtype)

@@ -159,10 +159,7 @@ def run(
         raise RefusedError(f"a grace of {grace:g} seconds is below 0: use 0 to kill at once")
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
     try:
-        with (
-            env.override(**worker_variables(config, threads), **variables),
-            _SignalHandlers() as handlers,
-        ):
+        with env.override(**worker_variables(config, threads), **variables), _SignalHandlers() as handlers:
             for name in () if env.read("LOGLEVEL") else LOGGERS:  # the launcher's own last line says the same
                 logging.getLogger(name).addHandler(logging.NullHandler())
                 logging.getLogger(name).propagate = False

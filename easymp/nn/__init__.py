@@ -125,10 +125,8 @@ def _split(weight: Any) -> tuple[dist.ProcessGroup, int, int]:
     if mesh.ndim != 1 or "tensor" not in (mesh.mesh_dim_names or ()) or not placements[0].is_shard(0):
         raise SettingError(
             f"linear_cross_entropy got a weight in shards ({placements} on {mesh}), which it can use only where "
-            "strategy "
-            "'tensor_parallel' has split it by rows. Under fsdp, call it inside the forward of the module that holds "
-            "the "
-            "weight; under tensor_parallel, say 'colwise_rep' for the head in the plan"
+            "strategy 'tensor_parallel' has split it by rows. Under fsdp, call it inside the forward of the module "
+            "that holds the weight; under tensor_parallel, say 'colwise_rep' for the head in the plan"
         )
     rows = -(-weight.shape[0] // mesh.size())  # of each rank, as torch.chunk cuts
     return mesh.get_group(0), min(mesh.get_local_rank() * rows, weight.shape[0]), rows

@@ -94,8 +94,7 @@ class EngineOptions:
         if self.state_dtype == torch.bfloat16 and self.stochastic_rounding is False:
             raise SettingError(
                 "state_dtype=torch.bfloat16 needs stochastic_rounding=True: rounded to the nearest, a second moment "
-                "that "
-                "falls slowly stays where it is. Pass both, or neither"
+                "that falls slowly stays where it is. Pass both, or neither"
             )
         self.rounding  # noqa: B018  # refuses a wrong seed
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:

@@ -44,11 +44,7 @@ class LARC(WrappingOptimizer, OwnOptimizer):
     _engine: tuple[torch.device | None, Engine] | None = None
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        trust_coefficient: float = 0.02,
-        clip: bool = True,
-        eps: float = 1e-8,
+        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
         self.optim = optimizer
         self.trust = trust_coefficient, clip, eps

@@ -169,8 +169,7 @@ class _MovedGradient:
         if not current and not self._shown:
             raise StepError(
                 f"the gradient of a parameter of shape {tuple(gradient.shape)} was changed after it had moved to the "
-                "fp32 "
-                "master: change gradients before you clip, or call acc.unscale_gradients() first"
+                "fp32 master: change gradients before you clip, or call acc.unscale_gradients() first"
             )
         if current:
             # The elements that differ: `.data` writes leave no trace in the version.

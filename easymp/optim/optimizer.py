@@ -395,8 +395,7 @@ class PreparedOptimizer(WrappingOptimizer):
             self._warned_of_averages = True
             logger.warning(
                 f"{type(optimizer).__name__}'s state comes with averages of the weights, and this run keeps none: they "
-                "are dropped. "
-                "Accelerator(ema_decay=…) goes on with them"
+                "are dropped. Accelerator(ema_decay=…) goes on with them"
             )
         return {**states, **without_averages}
 

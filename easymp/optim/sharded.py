@@ -158,8 +158,7 @@ def check_sums(optimizer: torch.optim.Optimizer, strategy: str) -> None:
         subject = f"strategy {strategy!r} cannot take {type(optimizer).__name__} with torch {torch.__version__}"
         raise SettingError(
             f"{subject}, whose sharded tensors add wrongly to a sum or norm of themselves: update torch to 2.11 or "
-            "newer, "
-            "use strategy='ddp', or an optimizer that steps element by element, such as AdamW"
+            "newer, use strategy='ddp', or an optimizer that steps element by element, such as AdamW"
         )
 
 

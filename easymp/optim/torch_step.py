@@ -76,9 +76,7 @@ def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterat
 
 
 def fuse(
-    optimizer: torch.optim.Optimizer,
-    models: Iterable[nn.Module] = (),
-    kind: type[torch.optim.Optimizer] | None = None,
+    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = (), kind: type[torch.optim.Optimizer] | None = None
 ) -> str | None:
     """Let `optimizer` run fused, if the user left that open and torch can; returns the reason why not, or None.
 
@@ -236,8 +234,7 @@ class Clip:
                 raise StepError(
                     f"the gradient of a parameter of shape {tuple(snapshot.parameter.shape)} was changed between "
                     "clip_grad_norm_ and step(). There it is neither clipped nor divided by the loss scale yet, for "
-                    "the "
-                    "step does both as it reads: change gradients before you clip, or use Settings(fused=False)"
+                    "the step does both as it reads: change gradients before you clip, or use Settings(fused=False)"
                 )
         return present
 

@@ -61,10 +61,7 @@ def test_facts_of_another_machine():
 @pytest.mark.parametrize(
     ("machine", "lines"),
     [
-        (
-            "8xH100",
-            r"cuda:0-7 +8 x NVIDIA H100, 74\.5 GiB|precision +bf16 +native bf16 on sm_90|strategy +ddp",
-        ),
+        ("8xH100", r"cuda:0-7 +8 x NVIDIA H100, 74\.5 GiB|precision +bf16 +native bf16 on sm_90|strategy +ddp"),
         ("64x80GB", r"processes +64 on 8 nodes|not known +model of the GPU: .*A100|8 are assumed; 4x16x80GB"),
         ("V100", r"processes +1 |precision +fp16 |strategy +single|not known +processor"),
         ("4xcpu", r"processes +4 |device +cpu|precision +fp32 +its instructions are not known"),

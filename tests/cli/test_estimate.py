@@ -183,10 +183,7 @@ def test_options_of_a_strategy_and_ranks_of_a_node(estimate):
         ("no_such_module:make", "No module named 'no_such_module'"),
         ("torch.nn:Transformr", "did you mean 'Transformer'"),
         ("torch.nn:Linear", "missing 2 required positional arguments"),
-        (
-            "there/train.py",
-            "is a script: name the function in it that returns the model, as in train:make_model",
-        ),
+        ("there/train.py", "is a script: name the function in it that returns the model, as in train:make_model"),
         ("math:pi", "is a float, neither a model nor a callable"),
         ("os:getcwd", "gives a str, not a model"),
         ("a_script_of_mine:Once --input 32x63", "cannot be followed"),

@@ -28,13 +28,7 @@ def main(fabric, folder, stop):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
     tokens = torch.randint(0, 11, (64, 33), generator=torch.Generator().manual_seed(1))
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2))
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "step": 0,
-        "hparams": {"lr": 0.05},
-    }
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "hparams": {"lr": 0.05}}
     path, steps, losses, accumulate = folder / "last.ckpt", [], [], 4 // fabric.world_size
     if path.exists():
         fabric.load(path, state)

@@ -10,13 +10,7 @@ import torch
 from easymp import EasympWarning, KernelError
 from easymp.base import env
 from easymp.cuda import cupy_launcher
-from easymp.cuda.cupy_launcher import (
-    Facts,
-    facts,
-    keep_cache_writable,
-    launcher_for,
-    unavailable,
-)
+from easymp.cuda.cupy_launcher import Facts, facts, keep_cache_writable, launcher_for, unavailable
 
 GOOD = Facts(cuda="13.0", hip=None, importable=True, wheels={"cupy-cuda13x": "14.2.0"}, nvidia=True)
 

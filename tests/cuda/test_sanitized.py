@@ -14,12 +14,7 @@ HERE = Path(__file__).parent
 FLAGS = "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 # Each rule once, in fp32 at odd addresses or in bf16: other precisions have the same loops.
 RULES = "rounded_stochastically and (AdamW or SGD) or agree and (Lion or Adagrad or larc-)"
-TESTS = [
-    "tests/cuda/test_table.py",
-    "tests/optim/test_own.py",
-    "-k",
-    f"test_table or strides or empty or {RULES}",
-]
+TESTS = ["tests/cuda/test_table.py", "tests/optim/test_own.py", "-k", f"test_table or strides or empty or {RULES}"]
 
 WRONG = """
 import torch

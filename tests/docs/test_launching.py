@@ -71,13 +71,7 @@ def pytorchjob(each: str = "") -> Pods:
     each, replicas = each or spec["nprocPerNode"], spec["pytorchReplicaSpecs"]
     total = sum(spec["replicas"] for spec in replicas.values())
     world = str(total * (int(each) if each.isdecimal() else 1))
-    same = {
-        "PYTHONUNBUFFERED": "0",
-        "WORLD_SIZE": world,
-        "PET_NPROC_PER_NODE": each,
-        "PET_NNODES": str(total),
-        **FIRST,
-    }
+    same = {"PYTHONUNBUFFERED": "0", "WORLD_SIZE": world, "PET_NPROC_PER_NODE": each, "PET_NNODES": str(total), **FIRST}
     container = replicas["Master"]["template"]["spec"]["containers"][0]
     pods = [{**same, "RANK": str(rank), "PET_NODE_RANK": str(rank)} for rank in range(total)]
     return container["command"] + container["args"], pods

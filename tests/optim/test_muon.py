@@ -36,8 +36,7 @@ def learn(model: nn.Module, optimizers: Any, turns: Any, backward: Any = Tensor.
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"),
-    reason="an optional package is not installed: a torch with torch.optim.Muon",
+    not hasattr(torch.optim, "Muon"), reason="an optional package is not installed: a torch with torch.optim.Muon"
 )
 def test_its_steps_are_torchs() -> None:
     model, torch_model = net(), net()

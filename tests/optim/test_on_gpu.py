@@ -33,12 +33,7 @@ def test_own_optimizers_by_kernels_and_by_torch(kind: Any, options: dict[str, An
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize(
     ("precision", "rtol", "atol", "bad"),
-    [
-        ("fp32", 1e-3, 1e-4, None),
-        ("bf16", 2e-2, 2e-3, None),
-        ("fp16", 2e-2, 2e-3, None),
-        ("fp16", 2e-2, 2e-3, (2, 0)),
-    ],
+    [("fp32", 1e-3, 1e-4, None), ("bf16", 2e-2, 2e-3, None), ("fp16", 2e-2, 2e-3, None), ("fp16", 2e-2, 2e-3, (2, 0))],
 )
 @pytest.mark.parametrize("kind", test_engines.KINDS)
 def test_an_accelerators_steps(kind, precision, rtol, atol, bad, clip):

@@ -61,9 +61,7 @@ Accelerator(
     project_dir=ProjectConfiguration("runs"),
     settings=Settings(autocast_options=easymp.AutocastKwargs(), scaler_options=easymp.GradScalerKwargs()),
 )
-Accelerator(
-    strategy_options=easymp.DistributedDataParallelKwargs(comm_hook="bf16"),
-)
+Accelerator(strategy_options=easymp.DistributedDataParallelKwargs(comm_hook="bf16"))
 
 # -- prepare gives back what was given, in any order
 
@@ -77,13 +75,9 @@ assert_type(acc.prepare(adamw, net), tuple[AdamW, Net])
 assert_type(acc.prepare(net, None, adamw), tuple[Net, None, AdamW])
 assert_type(acc.prepare(loader, net, schedule, adamw), "tuple[DataLoader[int], Net, StepLR, AdamW]")
 assert_type(
-    acc.prepare(net, adamw, loader, loader, schedule),
-    "tuple[Net, AdamW, DataLoader[int], DataLoader[int], StepLR]",
+    acc.prepare(net, adamw, loader, loader, schedule), "tuple[Net, AdamW, DataLoader[int], DataLoader[int], StepLR]"
 )
-assert_type(
-    acc.prepare(net, net, adamw, sgd, loader, schedule),
-    "tuple[Net, Net, AdamW, SGD, DataLoader[int], StepLR]",
-)
+assert_type(acc.prepare(net, net, adamw, sgd, loader, schedule), "tuple[Net, Net, AdamW, SGD, DataLoader[int], StepLR]")
 assert_type(acc.prepare(net, adamw, device_placement=[True, None], forward_methods="embed"), tuple[Net, AdamW])
 several: list[nn.Module] = [net, net]
 first, *others = acc.prepare(*several)
@@ -140,10 +134,7 @@ assert_type(easymp.find_batch_size(batch), int | None)
 
 # -- processes
 
-with (
-    acc.split_between_processes(["a", "b"]) as words,
-    acc.split_between_processes(x, apply_padding=True) as rows,
-):
+with acc.split_between_processes(["a", "b"]) as words, acc.split_between_processes(x, apply_padding=True) as rows:
     assert_type(words, list[str])
     assert_type(rows, Tensor)
 with acc.split_between_processes(data) as part:

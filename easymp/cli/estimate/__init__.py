@@ -97,13 +97,7 @@ def run(args: argparse.Namespace) -> int:
         "optimizer_in_backward": args.optimizer_in_backward,
     }
     estimates = estimate_rows.estimates(
-        model,
-        machine.hardware if machine else hardware.detect(),
-        worlds,
-        strategies,
-        precisions,
-        training,
-        memory,
+        model, machine.hardware if machine else hardware.detect(), worlds, strategies, precisions, training, memory
     )
     if args.json:
         return print_json(_record(model, estimates))

@@ -78,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
         has = f"{len(detected.devices)} of {detected.kind}" if detected.devices else "none"
         raise SettingError(
             f"the run had {processes} processes, each on a device of {device}, and this machine has {has}: replay it "
-            "on "
-            "one with as many, or pass --cpu, which computes other last bits"
+            "on one with as many, or pass --cpu, which computes other last bits"
         )
     if args.pdb and processes > 1:
         raise SettingError(f"--pdb with {processes} processes, which share one terminal: use --hooks")

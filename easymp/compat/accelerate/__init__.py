@@ -53,8 +53,7 @@ _PUBLIC = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
     "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
     "InitProcessGroupKwargs LocalSGD ParallelismConfig PartialState ProfileKwargs debug_launcher "
-    "find_executable_batch_size init_empty_weights is_rich_available notebook_launcher "
-    "skip_first_batches"
+    "find_executable_batch_size init_empty_weights is_rich_available notebook_launcher skip_first_batches"
 )
 globals().update({name: NAMES[name] for name in _PUBLIC.split()})
 __all__ = [*_PUBLIC.split(), *_MODULES.split(), "install", "logging", "utils"]

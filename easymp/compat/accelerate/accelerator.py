@@ -51,13 +51,7 @@ from ...training.state import accelerators
 from ..layer import saving_between_micro_batches, unless_set
 from .loaders import DataLoaderConfiguration, make_loader
 from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
-from .processes import (
-    AcceleratorState,
-    AllProcesses,
-    GradientState,
-    InitProcessGroupKwargs,
-    handlers_by_class,
-)
+from .processes import AcceleratorState, AllProcesses, GradientState, InitProcessGroupKwargs, handlers_by_class
 from .utils import extract_model_from_parallel
 
 logger = get_logger(__name__)

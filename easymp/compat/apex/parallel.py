@@ -134,8 +134,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 raise
             raise ApexError(
                 "in the last backward a parameter got no gradient, and gradients are reduced when all of a bucket are "
-                "there: pass delay_allreduce=True, or freeze it with requires_grad_(False). torch says: "
-                f"{error}"
+                f"there: pass delay_allreduce=True, or freeze it with requires_grad_(False). torch says: {error}"
             ) from error
 
     def disable_allreduce(self) -> None:
