@@ -255,10 +255,6 @@ class Strategy(Protocol):
         """A context in which backward accumulates gradients locally; `model` is the result of `wrap`."""
         ...
 
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward reduces gradients, even if `model` was called under `no_sync`."""
-        ...
-
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         """Drop gradients that are kept elsewhere than in ``.grad``, of the parameters with these ids."""
         ...

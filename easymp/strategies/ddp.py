@@ -96,9 +96,6 @@ class DDP(Single):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
 
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.force_sync() if isinstance(model, Replica) else super().force_sync(model)
-
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         self._world.average_(gradients)
         for model in models:
@@ -211,16 +208,6 @@ class Replica(DistributedDataParallel):
         finally:
             if self.require_backward_grad_sync != reduces:
                 self.require_backward_grad_sync = reduces
-
-    @contextmanager
-    def force_sync(self) -> Iterator[None]:
-        previous = self.require_backward_grad_sync
-        self.require_backward_grad_sync = self.armed = True
-        self.reducer.prepare_for_backward([])  # what forward does when it expects a reduction
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = previous
 
     def _record_unfrozen(self, entry: tuple[int, str], _: Tensor) -> None:
         self._unfrozen.add(entry)

@@ -118,9 +118,6 @@ class Single:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.reducing(False) if isinstance(model, Reducing) else nullcontext()
 
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.reducing(True) if isinstance(model, Reducing) else nullcontext()
-
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         if isinstance(model, Reducing):
             model.drop(parameters)
