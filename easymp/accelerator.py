@@ -10,6 +10,7 @@ import atexit
 import html
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -83,11 +84,13 @@ Others = TypeVarTuple("Others")
 
 
 def _explaining(init: Init) -> Init:
-    """Explain keywords that Accelerator() lacks. Its signature shows only those that it takes."""
+    """Explain keywords that Accelerator() lacks; its signature shows those that it takes. Set the hook of `sys`."""
     known = signature(init).parameters
 
     @wraps(init)
     def checked(self: Accelerator, *arguments: Any, **named: Any) -> None:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = state.report_end
         for name in named.keys() - known:
             moved.refuse_argument(name, known)
         init(self, *arguments, **named)
@@ -1053,5 +1056,7 @@ class Accelerator(Collectives, Checkpoints):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(state.interruption(self))
         self.close()

@@ -6,8 +6,10 @@ existing ``except`` clauses keep working.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -263,6 +265,17 @@ def check_whole(label: str, value: Any, least: int | None = 1, kind: type[Except
     if not is_whole(value, least):
         raise kind(f"{label} is not a whole number{f' of at least {least}' if least else ''}")
     return value  # type: ignore[no-any-return]
+
+
+def with_script_line(error: BaseException) -> str:
+    """The message of `error`, with the script's line that led to it: ``"lr=-1 must be … (/home/me/train.py:3)"``."""
+    package, place = os.path.dirname(__file__), ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_filename.startswith(package):
+            place = f" ({frame.f_code.co_filename}:{line})"
+        elif place:
+            break
+    return f"{error}{place}"
 
 
 def failing() -> bool:

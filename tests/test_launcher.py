@@ -132,6 +132,15 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
     )
 
 
+def test_a_wrong_setting_is_one_line(script, capfd):
+    path = script("import easymp; easymp.Accelerator(nonfinite='rise')")
+    line = f"SettingError: nonfinite='rise' is not one of raise, skip, warn, did you mean 'raise'? ({path}:3)\n"
+    assert launched(path, [], 1) == 1
+    assert capfd.readouterr().err == f"rank 0 of 1 failed first: {line}"
+    plain = python(path)
+    assert (plain.communicate()[1], plain.returncode) == (line, 1)
+
+
 @pytest.mark.parametrize(
     ("statement", "code", "text"),
     [

@@ -93,12 +93,12 @@ def test_a_script_that_asks_slurm_itself(cluster, folder):
 
 
 def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, losses):
-    """The batch script of docs/guides/launching/slurm.md, one task on each of two nodes."""
+    """The batch script of docs/recipes/slurm.md, one task on each of two nodes."""
     log = folder / "job.log"
-    page = Path(ROOT, "docs/guides/launching/slurm.md").read_text(encoding="utf-8")
+    page = Path(ROOT, "docs/recipes/slurm.md").read_text(encoding="utf-8")
     script = next(block.code for block in blocks("slurm.md", page) if block.title == "job.sh")
-    command = f"{shlex.join(LAUNCH)} --processes 1 train.py job wait"
-    (folder / "job.sh").write_text(script.replace("easymp launch --processes 1 train.py", command))
+    command = f"{shlex.join(LAUNCH)} train.py job wait"
+    (folder / "job.sh").write_text(script.replace("easymp launch train.py", command))
     job = cluster.run("sbatch", "--nodes=2", "job.sh", cwd=folder).split()[-1]
     cluster.until(lambda: len(lines(log)) > 10, "ten steps are done")
     # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.

@@ -62,11 +62,15 @@ def write_failure(path: str | None, rank: int, error: BaseException, code: int, 
     """Write this rank's failure beside `path`, elastic's error file; frames before `tb` are left out."""
     if not path:
         return
+    from easymp.errors import RefusedError, SettingError, with_script_line
+
     kind, message, text = type(error).__name__, str(error), ""
     if isinstance(error, SystemExit):
         kind, message = "", "".join(getattr(error, "__notes__", ()))  # the checkpoint of a preempted run
         if error.code is not None and not isinstance(error.code, int):
             text = f"{error.code}\n"
+    elif isinstance(error, (SettingError, RefusedError)):  # one line
+        message = with_script_line(error)
     else:
         text = "".join(traceback.format_exception(type(error), error, tb))
     failure = Failure(rank, code, kind, message, text, time.time())

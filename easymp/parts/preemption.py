@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..base.parts import Part
 from ..errors import CheckpointError, RefusedError, redact
 from ..logging import get_logger
-from ..training.state import accelerators
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -58,8 +56,6 @@ class Preemption(Part):
         return None if settings.save_on_signal is False else cls(settings.save_on_signal)
 
     def begin(self) -> None:
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = report_interrupt
         if not self._at_once:
             self.run.parts.end(self, "batch")  # until a run resumes
         elif not self._start():
@@ -153,14 +149,3 @@ class Preemption(Part):
         end = SystemExit(RESTART)
         end.add_note(redact(place))  # for the launcher's last line
         raise end
-
-
-def report_interrupt(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Report a Ctrl-C that ends the script as one line, in place of a traceback; the hook of `sys`."""
-    opened = accelerators()
-    if not opened or not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, traceback)
-    elif opened[-1].is_main_process:
-        last = opened[-1]._last  # the save or load that has ended last; nothing is waited for
-        place = f"acc.resume() continues from {redact('/'.join(last))}" if last else "no checkpoint was saved"
-        sys.stderr.write(f"\ninterrupted after update {opened[-1].updates}: {place}\n")

@@ -6,9 +6,11 @@ Accelerators register here when they open and leave when they close, so one can 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +19,7 @@ from .. import conflicts, hardware, trackers
 from ..base.accumulation import UpdateWindow
 from ..base.parts import Parts
 from ..distributed import World, locate, read_ranks
-from ..errors import RefusedError, StepError
+from ..errors import RefusedError, SettingError, StepError, redact, with_script_line
 from ..options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -185,6 +187,28 @@ def close_runs(condition: Callable[[Run], bool]) -> None:
 def accelerators() -> list[Any]:
     """The open Accelerators."""
     return [accelerator for run in OPEN_RUNS.values() if (accelerator := run.accelerator()) is not None]
+
+
+def interruption(accelerator: Any) -> str:
+    """The line about a Ctrl-C: the update, and the save or load that has ended last. Nothing is waited for."""
+    if not accelerator.is_main_process:
+        return ""
+    last = accelerator._last
+    place = f"acc.resume() continues from {redact('/'.join(last))}" if last else "no checkpoint was saved"
+    return f"\ninterrupted after update {accelerator.updates}: {place}\n"
+
+
+def report_end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Report a wrong or refused setting, and a Ctrl-C in a run, as one line without a traceback; the hook of `sys`."""
+    lines: list[str] = []
+    if isinstance(error, (SettingError, RefusedError)):
+        lines = [f"{kind.__name__}: {with_script_line(error)}\n"]
+    elif isinstance(error, KeyboardInterrupt):  # a run that a ``with`` block has closed left its line as a note
+        lines = getattr(error, "__notes__", []) + [interruption(newest) for newest in accelerators()[-1:]]
+    if lines:
+        sys.stderr.write(lines[0])
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def current_world(cpu: bool | None = None, backend: str | None = None, timeout: float | None = None) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +115,7 @@ class Stream(IterableDataset):
 def test_a_loader_without_a_length_is_prepared_once(acc: Accelerator) -> None:
     given = DataLoader(Stream(), batch_size=2)
     assert acc.prepare(given) is acc.prepare(given)
+
+
+def test_a_notebook_shows_the_plan(acc: Accelerator) -> None:
+    assert re.search(r"<pre>processes .*\nprecision +bf16 .*\nstrategy +single +one process\n", acc._repr_html_(), re.S)

@@ -388,18 +388,20 @@ from easymp import Accelerator
 acc = Accelerator(cpu=True, project_dir="run")
 model = torch.nn.Linear(2, 1)
 model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for update in range(2):
-    acc.backward(model(torch.ones(2, 2)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    if update == 0:
-        acc.save_state()
-raise KeyboardInterrupt
+def train():
+    for update in range(2):
+        acc.backward(model(torch.ones(2, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if update == 0:
+            acc.save_state()
+    raise KeyboardInterrupt
 """
 
 
-def test_ctrl_c_is_one_line(tmp_path):
-    command = [sys.executable, "-c", INTERRUPTED]
+@pytest.mark.parametrize("call", ["train()", "with acc: train()"])
+def test_ctrl_c_is_one_line(tmp_path, call):
+    command = [sys.executable, "-c", f"{INTERRUPTED}\n{call}"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     place = tmp_path / "run/checkpoints/step-00000001"
     assert done.returncode in (130, -signal.SIGINT)
