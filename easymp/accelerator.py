@@ -1057,6 +1057,6 @@ class Accelerator(Collectives, Checkpoints):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and not self._closed:
             error.add_note(state.interruption(self))
         self.close()
