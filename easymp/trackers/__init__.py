@@ -1,8 +1,8 @@
 """Trackers of logged values: JSON lines, TensorBoard, Weights & Biases, MLflow, the console, or the script's own.
 
 Adding a tracker: a module here with a class of `start(run, config, position)`, `write(rows)`, `position()` and
-`finish()`, a line in `TRACKERS`, and an extra for the package that it needs. Modules are imported when a run logs to
-them.
+`finish()`, a line in `TRACKERS` and its name in `TrackerName`, and an extra for the package that it needs. Modules are
+imported when a run logs to them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Entry(NamedTuple):
     """The class of a tracker, in the module of its name.
 
     Attributes:
-        package: that it needs.
-        takes_options: whether its `log` does.
-        watches: it is made as ``Kind(run, prepared)``, looks at each update, and shows rows instead of keeping them.
+        package: the package that it needs.
+        takes_options: whether `log_kwargs` may have further arguments for it.
+        watches: it is a part of `registry.PARTS`, looks at each update, and shows rows instead of keeping them.
     """
 
     kind: str
