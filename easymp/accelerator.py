@@ -26,7 +26,7 @@ from . import distributed, launcher, profiling, trackers
 from .base.accumulation import UpdateWindow
 from .base.lazy import modules_at_first_use
 from .base.parts import RUNNER_PARTS, Part, Parts
-from .base.rng import set_seed, switch
+from .base.rng import set_seed, set_torch_flags
 from .checkpoint.api import Checkpoints
 from .errors import PrepareError, RefusedError, StepError
 from .registry import PARTS, reported
@@ -83,19 +83,19 @@ Second = TypeVar("Second")
 Others = TypeVarTuple("Others")
 
 
-def _explaining(init: Init) -> Init:
+def _explain_keywords(init: Init) -> Init:
     """Explain keywords that Accelerator() lacks; its signature shows those that it takes. Set the hook of `sys`."""
-    known = signature(init).parameters
+    parameters = signature(init).parameters
 
     @wraps(init)
-    def checked(self: Accelerator, *arguments: Any, **named: Any) -> None:
+    def checked_init(self: Accelerator, *arguments: Any, **keywords: Any) -> None:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = state.report_end
-        for name in named.keys() - known:
-            moved.refuse_argument(name, known)
-        init(self, *arguments, **named)
+        for name in keywords.keys() - parameters:
+            moved.refuse_argument(name, parameters)
+        init(self, *arguments, **keywords)
 
-    return checked  # type: ignore[return-value]
+    return checked_init  # type: ignore[return-value]
 
 
 def _close(reference: Callable[[], Accelerator | None]) -> None:
@@ -168,7 +168,7 @@ class Accelerator(Collectives, Checkpoints):
         >>> acc.end_training()
     """
 
-    @_explaining
+    @_explain_keywords
     def __init__(
         self,
         *,
@@ -219,12 +219,12 @@ class Accelerator(Collectives, Checkpoints):
         self._window = UpdateWindow(plan.accumulation.value, request.accumulation.sync_with_dataloader, self._parts)
         self._world = distributed.World(plan.ranks, device, settings.timeout, settings.debug)
         self._world.parts = self._parts
-        with ExitStack() as begun:  # which ends again where something is refused
-            begun.callback(self._world.close)
-            begun.callback(self._undo.close)
+        with ExitStack() as undo_on_error:
+            undo_on_error.callback(self._world.close)
+            undo_on_error.callback(self._undo.close)
             run = self._run = state.Run(self._world, plan, self._window, reference, self._parts, request.project)
             state.register(run)
-            begun.callback(state.unregister, run)
+            undo_on_error.callback(state.unregister, run)
             self._world.start_hang_watch(settings.hang_after, settings.project_dir)
             for name in PARTS.asked(settings):
                 part = PARTS[name].wanted(settings)
@@ -232,11 +232,11 @@ class Accelerator(Collectives, Checkpoints):
                     self._parts.add(part, run)
             for part in (*parts, *(make() for make in RUNNER_PARTS)):
                 self._parts.add(part, run, of_user=True)
-            kind: Any = precision.PRECISIONS[plan.precision.value]
-            run.precision = self._precision = kind(request.autocast)
-            checks = not request.scaled and settings.nonfinite in ("skip", "raise")
+            precision_class: Any = precision.PRECISIONS[plan.precision.value]
+            run.precision = self._precision = precision_class(request.autocast)
+            checks_finite = not request.scaled and settings.nonfinite in ("skip", "raise")
             run.scaler = self._scaler = precision.Scaler(
-                request.scaling, self._world, request.scaled, checks, self._window
+                request.scaling, self._world, request.scaled, checks_finite, self._window
             )
             options = prepare.PrepareOptions(
                 settings.device_placement,
@@ -259,12 +259,12 @@ class Accelerator(Collectives, Checkpoints):
             self._parts.add(self._logbook, run)
             for begin in self._parts.begin:
                 begin()
-            switch(self._precision.tf32 and device.type != "cpu", settings.deterministic, self._undo.callback)
+            set_torch_flags(self._precision.tf32 and device.type != "cpu", settings.deterministic, self._undo.callback)
             if settings.seed is not None:
                 set_seed(settings.seed)
             close_at_exit = atexit.register(partial(_close, reference))
             self._undo.callback(atexit.unregister, close_at_exit)
-            begun.pop_all()
+            undo_on_error.pop_all()
 
     def _change_preparing(self, options: prepare.PrepareOptions) -> prepare.PrepareOptions:
         """How objects are prepared; the migration layers change it."""
@@ -273,8 +273,8 @@ class Accelerator(Collectives, Checkpoints):
     # -- the decision
 
     def __repr__(self) -> str:
-        place = f"process {self.process_index} of {self.num_processes}, precision {self._precision.name}"
-        return f"{type(self).__name__}({place}, strategy {self.plan.strategy.value}, device {self.device})"
+        process = f"process {self.process_index} of {self.num_processes}, precision {self._precision.name}"
+        return f"{type(self).__name__}({process}, strategy {self.plan.strategy.value}, device {self.device})"
 
     def __str__(self) -> str:
         batch = f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
@@ -297,10 +297,7 @@ class Accelerator(Collectives, Checkpoints):
 
     @property
     def mixed_precision(self) -> PrecisionName:
-        """The precision's name.
-
-        "no" for fp32, else the name of the precision that runs.
-        """
+        """The name of the precision that runs; "no" for fp32."""
         return reported(self._precision.name)
 
     @property
@@ -337,10 +334,7 @@ class Accelerator(Collectives, Checkpoints):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped for an overflow.
-
-        Waits for the device under fp16.
-        """
+        """Whether the last step of any prepared optimizer was skipped for an overflow (fp16: waits for the device)."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     @staticmethod
@@ -416,10 +410,10 @@ class Accelerator(Collectives, Checkpoints):
             >>> isinstance(model, nn.Linear), optimizer.param_groups[0]["lr"]
             (True, 0.1)
         """
-        done = self._prepared.prepare(objects, device_placement, forward_methods)
+        prepared_objects = self._prepared.prepare(objects, device_placement, forward_methods)
         if self._prepared.optimizers:
             self._claim_early()
-        return done[0] if len(done) == 1 else tuple(done)
+        return prepared_objects[0] if len(prepared_objects) == 1 else tuple(prepared_objects)
 
     # -- the step
 
@@ -477,14 +471,14 @@ class Accelerator(Collectives, Checkpoints):
             notify()
         if self._window.sync and self._parts.gradients:
             pairs = prepared.final_gradients()
-            for see in self._parts.gradients:
-                see(pairs)
+            for notify in self._parts.gradients:
+                notify(pairs)
 
     def _show_loss(self, loss: Tensor, num_items: int | Tensor | None) -> Tensor:
         """The loss to train by, after the parts have seen it."""
-        for see in self._parts.loss:
-            changed = see(loss, num_items)
-            loss = loss if changed is None else changed
+        for part_loss in self._parts.loss:
+            new_loss = part_loss(loss, num_items)
+            loss = loss if new_loss is None else new_loss
         return loss
 
     def forward_backward(
@@ -688,8 +682,8 @@ class Accelerator(Collectives, Checkpoints):
         if self._window.accumulation != 1 and not self._window.sync:
             return None
         norm, clipped = self._prepared.clip(parameters, max_norm, norm_type)
-        for see in self._parts.norm:
-            see(norm, clipped)
+        for notify in self._parts.norm:
+            notify(norm, clipped)
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -946,14 +940,14 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.total_updates(loader, epochs=2)  # of 10 micro-batches each
             6
         """
-        given = isinstance(loader, DataLoader) and not isinstance(loader, data.PreparedLoader)
-        if given and self._prepared.strategy.data_size > 1:
+        unprepared = isinstance(loader, DataLoader) and not isinstance(loader, data.PreparedLoader)
+        if unprepared and self._prepared.strategy.data_size > 1:
             raise PrepareError(
                 "total_updates() of a loader that is not prepared counts the batches of all ranks: prepare the loader "
                 "first, then make the schedule, and prepare the rest"
             )
-        each, steps = len(loader), self._window.accumulation
-        return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps
+        batches, steps = len(loader), self._window.accumulation
+        return epochs * math.ceil(batches / steps) if self._window.end_with_loader else epochs * batches // steps
 
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True) -> Model:
         """Get the user's own module behind a prepared model, DataParallel or DistributedDataParallel.
@@ -977,8 +971,8 @@ class Accelerator(Collectives, Checkpoints):
             True
         """
         if keep_fp32_wrapper:
-            words = "the fp32 conversion lives outside the module, there is none to keep. Leave it out"
-            raise RefusedError(f"keep_fp32_wrapper=True: {words}")
+            reason = "the fp32 conversion lives outside the module, there is none to keep. Leave it out"
+            raise RefusedError(f"keep_fp32_wrapper=True: {reason}")
         unwrapped: Model = wrapper.unwrap(model, keep_torch_compile)
         return unwrapped
 
@@ -1034,17 +1028,17 @@ class Accelerator(Collectives, Checkpoints):
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as ends:  # each of these is called, also after an error; the last one first
-            ends.callback(self._parts.release)
-            ends.callback(self._world.close)
-            ends.callback(state.unregister, self._run)
-            ends.callback(self._undo.close)
-            ends.callback(self._release)
-            for end in reversed(self._parts.close):
-                ends.callback(end)
+        with ExitStack() as last_first:  # calls the last one first, and each of them even after an error
+            last_first.callback(self._parts.release)
+            last_first.callback(self._world.close)
+            last_first.callback(state.unregister, self._run)
+            last_first.callback(self._undo.close)
+            last_first.callback(self._release)
+            for close_part in reversed(self._parts.close):
+                last_first.callback(close_part)
             if self._saves is not None:
-                ends.callback(self._saves.close)  # saves in the background still need the world's store
-            ends.callback(self._logbook.settle_rows)
+                last_first.callback(self._saves.close)  # saves in the background still need the world's store
+            last_first.callback(self._logbook.settle_rows)
 
     if not TYPE_CHECKING:  # type checkers would take it for a class that has every name
 

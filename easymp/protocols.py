@@ -143,7 +143,7 @@ class Layout(NamedTuple):
         gathered: other ranks' weights that are gathered here, at the peak.
         unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
         reducing: gradients in communication buffers, at the peak.
-        early: gradients that are there at once, where parameters are stepped in backward; 0: the largest parameter's.
+        early: gradients held at once under `optimizer_in_backward`; 0: those of the largest parameter.
         note: which figures are approximate.
     """
 
@@ -231,7 +231,7 @@ class Strategy(Protocol):
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to step in place of `optimizer`, after its models were wrapped; usually itself.
 
-        A replacement has `laid_out` and `remember`, which checkpoints use to read its states (see `ShardedOptimizer`).
+        A replacement has `laid_out` and `replace_states`, for checkpoints of its states (see `ShardedOptimizer`).
         """
         ...
 
@@ -311,7 +311,7 @@ class Precision(Protocol):
         ...
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The module to call in place of `model`: under autocast, or `model` itself."""
+        """The module to call in place of `model`: one that runs it under autocast, or `model` itself."""
         ...
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from easymp.base import env
-from easymp.base.rng import switch
+from easymp.base.rng import set_torch_flags
 
 
 def now() -> tuple:
@@ -33,11 +33,11 @@ def now() -> tuple:
 def test_switches_are_put_back(tf32, deterministic, inside):
     before = now()
     with ExitStack() as undo:
-        switch(tf32, deterministic, undo.callback)
+        set_torch_flags(tf32, deterministic, undo.callback)
         assert now() == (inside or before)
     assert now() == before
     with env.override(CUBLAS_WORKSPACE_CONFIG=":16:8"), ExitStack() as undo:
-        switch(tf32, deterministic, undo.callback)
+        set_torch_flags(tf32, deterministic, undo.callback)
         assert env.read("CUBLAS_WORKSPACE_CONFIG") == ":16:8"  # the user's own stays
 
 
@@ -52,7 +52,7 @@ def test_torchs_newer_switches_may_be_in_use():
         operation.fp32_precision = precision
         try:
             with ExitStack() as undo:
-                switch(True, False, undo.callback)
+                set_torch_flags(True, False, undo.callback)
                 assert now()[:2] == ("high", True)
             assert operation.fp32_precision == precision
         finally:

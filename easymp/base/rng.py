@@ -105,7 +105,7 @@ def diverge(rank: int) -> None:
 # -- flags of torch, set for a run and put back after it
 
 
-def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
+def set_torch_flags(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
     """Set torch's flags; ``undo(function, *args)`` registers how to restore each, as `ExitStack.callback` does.
 
     `tf32` is for matrix products and convolutions that stay in fp32. Deterministic cuBLAS needs a fixed workspace

@@ -131,7 +131,7 @@ class Checkpoints:
         return run_state.items_of(self._run, self._epochs, self._objects, models, with_data)
 
     def _ask_parts(self, questions: Iterable[Callable[[str, str | None], Any]], call: str, path: Path | None) -> Any:
-        """The first answer of a part to a call with this path: a path in place of the call, or None."""
+        """Ask all parts about a call with this path; returns the first answer that is not None (see `Part.saving`)."""
         answers = [question(call, None if path is None else os.fspath(path)) for question in questions]
         return next((answer for answer in answers if answer is not None), None)
 
@@ -245,7 +245,7 @@ class Checkpoints:
                 f"save_state() in micro-step {window.micro} of {window.accumulation}: gradients of an unfinished "
                 "window are not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
             )
-        if any(optimizer.unused() for optimizer in self._prepared.optimizers):
+        if any(optimizer.has_unused_gradients() for optimizer in self._prepared.optimizers):
             logger.warning(
                 "save_state() while gradients wait for an optimizer's step: they are not kept, so a run that resumes "
                 "here goes on without them. Save after the step"

@@ -289,7 +289,7 @@ def read_record(storage: Storage, folder: str) -> SaveRecord | None:
 
 
 def committed_saves(storage: Storage) -> list[SaveRecord]:
-    """Committed checkpoints named by steps, in the order of their saves; the last save of each."""
+    """The last committed save of each checkpoint that is named by its step, oldest first."""
     by_checkpoint: dict[str, SaveRecord] = {}
     for record in list_saves(storage)[0]:
         if is_committed(storage, record.folder):

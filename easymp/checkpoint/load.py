@@ -55,9 +55,9 @@ class Loaded:
     """The result of a load.
 
     Attributes:
-        place: where it lies.
-        manifest: of the checkpoint.
-        skipped: what did not fit, in words; only ``strict=False`` skips anything.
+        place: path or URL of the checkpoint.
+        manifest: the checkpoint's manifest.
+        skipped: a sentence for each state that did not fit; empty unless ``strict=False``.
     """
 
     place: str
@@ -66,7 +66,7 @@ class Loaded:
 
 
 class Trial(NamedTuple):
-    """A change that runs a user's code and may fail, and a way to undo it. `name` is of the state."""
+    """Loads the state `name` by the user's code, which may fail, and can undo that."""
 
     name: str
     change: Callable[[], object]
@@ -74,7 +74,7 @@ class Trial(NamedTuple):
 
 
 class FullName(str):
-    """A tensor's full name, which stands for its values."""
+    """Full name of a stored tensor, in a tree where its values would be."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class CheckpointReader:
         return name in self.manifest.states
 
     def state(self, name: str, tensor: Callable[[str], Any] | None = None, only: Sequence[str] | None = None) -> Any:
-        """The state under `name`, or `only` some keys. `tensor` makes each tensor of its name."""
+        """The state under `name`, or `only` some keys. `tensor` turns a tensor's full name into its value."""
         if name not in self:
             raise CheckpointError(f"the checkpoint has no {name}")
         tree = self.manifest.states[name]
@@ -127,14 +127,14 @@ class CheckpointReader:
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
     def master(self, name: str) -> str:
-        """The fp32 master that an optimizer kept of a parameter, or the parameter: by their full names."""
+        """Full name of the fp32 master of the parameter `name`; without a master, `name`."""
         if self._masters is None:
             trees = [tree for state, tree in self.manifest.states.items() if state.endswith("/masters")]
             self._masters = {name: master for tree in trees for name, master in unpack(tree, str).items()}
         return self._masters.get(self.manifest.aliases.get(name, name)) or name
 
     def stepped(self, name: str) -> StoredTensor | None:
-        """What an optimizer stepped of a parameter: its master, or the parameter."""
+        """The stored tensor that the optimizer stepped: the parameter's master, or the parameter."""
         path = self.master(name)
         return self.manifest.tensors.get(self.manifest.aliases.get(path, path))
 
@@ -146,7 +146,7 @@ class CheckpointReader:
         return tensor
 
     def fill(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
-        """Have `run` fill these tensors, of the shapes of their boxes, which are not live."""
+        """Have `run` fill these tensors, which are not live and have the shapes of their boxes."""
         self._requests += [ReadRequest(self.stored(name), box, tensor) for name, box, tensor in parts]
 
     def fill_live(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
@@ -174,7 +174,8 @@ class CheckpointReader:
         """Read and verify what was requested."""
         reads, live_reads = plan_reads(self._requests), plan_reads(self._live_requests)
         self._tick = tick
-        expect(tick, sum(r.target.nbytes for r in (*self._requests, *self._live_requests, *self._live_requests)))
+        read_twice = self._live_requests  # verified here, then read again into live tensors
+        expect(tick, sum(r.target.nbytes for r in (*self._requests, *read_twice, *read_twice)))
         read_all(self._files, reads, tick)
         verified = blocks_of(reads)
         for name, blocks in blocks_of(live_reads).items():
@@ -187,7 +188,7 @@ class CheckpointReader:
         try:
             read_all(self._files, plan_reads(requests), self._tick)
         finally:
-            for request in requests:  # memory was written to past autograd, and fp32 masters look at the version
+            for request in requests:  # autograd did not see the writes, and fp32 masters compare versions
                 torch.autograd.graph.increment_version(request.target)
 
 
@@ -244,7 +245,7 @@ def load_items(
 
 
 def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) -> list[str]:
-    """Make all trials or none. With `strict` off, trials that fail on any rank are skipped and returned in words."""
+    """Run all trials, or undo them all. Without `strict`, only failed ones (on any rank) are undone and returned."""
     errors = {trial.name: error for trial in trials if (error := _error_of(trial.change)) is not None}
     own_texts = {name: error_text(error) for name, error in errors.items()}
     failed = {name: text for texts in reversed(world.gather_objects(own_texts)) for name, text in texts.items()}
@@ -306,7 +307,7 @@ def kind_of(value: Any) -> str:
 
 
 def check_like(name: str, saved: Any, live: Any) -> None:
-    """Compare a state with the live one before anything live takes a wrong kind. None matches all."""
+    """Check that a saved state has the kinds of the live one, before any of it is loaded. None matches any kind."""
     if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
         raise CheckpointError(f"{name} is {saved!r:.80} in the checkpoint, more than 64 bits: load another")
     if saved is None or live is None:
@@ -378,8 +379,8 @@ def plan_reads(requests: Sequence[ReadRequest]) -> list[FileRead]:
 def _reads_of(dtype: torch.dtype, chunk: Chunk, common: Box, target: Tensor) -> Iterator[FileRead]:
     """Divide the elements `common` of a chunk into reads, in the order of the file."""
     size = dtype.itemsize
-    (start, run), (second, _) = [*islice(contiguous_runs(common, chunk.box), 2), (0, 0)][:2]
-    with_gaps = second > start and run * size < SHORT and (second - start) * size <= NEAR
+    (first, length), (second, _) = [*islice(contiguous_runs(common, chunk.box), 2), (0, 0)][:2]
+    with_gaps = second > first and length * size < SHORT and (second - first) * size <= NEAR
     is_direct = not with_gaps and target.dtype == dtype and is_plain(target)
     max_elements = STAGE // size * common.numel // (span(common, chunk.box) if with_gaps else common.numel)
     for box in [common] if is_direct else split_box(common, max(max_elements, 1)):
@@ -447,7 +448,7 @@ def blocks_of(reads: Iterable[FileRead]) -> dict[str, set[int]]:
 
 
 def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
-    """Group reads in order, without overlaps, each group within the staging buffer. Overlapping ones come last."""
+    """Group reads in file order: no overlaps inside a group, and its staged bytes fit `room`. Overlaps come last."""
     while reads:
         batch, overlapping = list[FileRead](), list[FileRead]()
         staged = end = 0

@@ -283,7 +283,7 @@ def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
 
 
 def _check_lines(lineage: Lineage, texts: Mapping[str, object]) -> None:
-    """Check that texts for people are one line each, and that identifiers of lines can stand in folder names."""
+    """Check that texts are one line each, and that the identifiers of `lineage` are valid in folder names."""
     for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
         if not re.fullmatch("[0-9a-f]{1,32}", line):
             raise CheckpointError(f"the line {line!r:.80} is not an identifier of 1 to 32 hexadecimal digits")

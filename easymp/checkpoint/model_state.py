@@ -192,7 +192,7 @@ class OptimizerState:
             elif value and id(key) in self._names:
                 state[self._names[id(key)]] = {name: _flatten_subclass(entry) for name, entry in value.items()}
         facts = {"kind": self.kind, "groups": self.groups(), "updates": optimizer.updates}
-        into.add(self.name, {**facts, "shared": shared, "rest": optimizer.rest()})
+        into.add(self.name, {**facts, "shared": shared, "rest": optimizer.extra_state()})
         into.add(f"{self.name}/state", state, own=self._differs_by_rank)
         into.add(f"{self.name}/masters", {self._names[id(master)]: master for _, master in optimizer.masters})
 
@@ -214,7 +214,7 @@ class OptimizerState:
         self._check_kinds(states)
         fills = self._master_fills(source)
         # A class or hook that adds to `state_dict` loads the whole state, so that live tensors are not filled directly.
-        through_class = bool(saved["rest"]) or optimizer.listens()
+        through_class = bool(saved["rest"]) or optimizer.customises_load()
         known_names = [name for name in states if name in self._layouts]
         stepped = {name: source.stepped(name) for name in known_names}
         chunks = local_tensors(self._layouts[name] for name in known_names)
@@ -239,7 +239,7 @@ class OptimizerState:
             for live, group in zip(optimizer.param_groups, groups):
                 live.update(group)
             unfit_states = {self._parameters[name]: optimizer.state[self._parameters[name]] for name in unfit}
-            optimizer.remember({**state, **{p: entries for p, entries in unfit_states.items() if entries}})
+            optimizer.replace_states({**state, **{p: entries for p, entries in unfit_states.items() if entries}})
             optimizer.updates = saved["updates"]
 
         return load

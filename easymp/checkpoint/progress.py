@@ -24,7 +24,7 @@ Tick = Callable[[int], None]  # called with the number of bytes since the last c
 
 
 def ignore(count: int) -> None:
-    """The tick of work that shows no progress."""
+    """Do nothing: the `Tick` of calls that show no progress."""
 
 
 def expect(tick: Tick, total: int) -> None:

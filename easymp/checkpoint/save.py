@@ -71,7 +71,7 @@ class Saveable(Protocol):
 
 
 class LocalChunk(NamedTuple):
-    """A chunk of a tensor that a rank has. `differs`: ranks may have other values, and the first one's are saved."""
+    """A chunk of a tensor that a rank has. `differs`: values may differ between ranks; the first rank's are saved."""
 
     name: str
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class Snapshot:
         self._replicated: dict[str, Collection[int] | None] = {}
 
     def add(self, name: str, value: Any, own: bool = False, replicated: Collection[int] | None = None) -> None:
-        """Keep the nested `value`; `own`: for this rank. `replicated`: ids of tensors equal on all ranks, None: all."""
+        """Keep nested `value`; `own`: one of each rank. `replicated`: ids of tensors equal on all ranks, None: all."""
         name = per_rank(self.rank, name) if own else name
         self.states[name], self._replicated[name] = value, replicated
 
@@ -136,8 +136,8 @@ class SavePlan(NamedTuple):
     tensors: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
-def make_plan(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
-    """Each chunk is written by the holder with the least to write, or by the first if values may differ."""
+def plan_files(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
+    """Assign each chunk to the rank with the least to write, or to its first holder if values may differ."""
     specs: dict[str, tuple[torch.dtype, Shape]] = {}
     boxes: dict[str, list[Box]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -158,11 +158,11 @@ def make_plan(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
     for name, (_, shape) in specs.items():
         if fault := coverage_fault(shape, boxes[name]):
             raise CheckpointError(f"{name}: the ranks do not have the whole of it: {fault}")
-    sizes = {key: prod(key[1].shape) * specs[key[0]][0].itemsize for key in holders}
-    load, writers = [0] * len(chunks_by_rank), dict.fromkeys(holders, 0)
+    sizes = {(name, box): prod(box.shape) * specs[name][0].itemsize for name, box in holders}
+    rank_bytes, writers = [0] * len(chunks_by_rank), dict.fromkeys(holders, 0)
     for key in sorted(holders, key=sizes.__getitem__, reverse=True):
-        writers[key] = holders[key][0] if key[0] in differing else min(holders[key], key=load.__getitem__)
-        load[writers[key]] += sizes[key]
+        writers[key] = holders[key][0] if key[0] in differing else min(holders[key], key=rank_bytes.__getitem__)
+        rank_bytes[writers[key]] += sizes[key]
     by_group: dict[str, dict[int, list[tuple[str, Box]]]] = {}
     for (name, box), rank in writers.items():
         # An empty box of a tensor with elements needs no place.
@@ -212,7 +212,7 @@ def _row_major_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from tensor.split(COPIED // row)
 
 
-class Image:
+class HostCopy:
     """Memory for a copy of a rank's files, which a thread writes while training continues. Saves reuse it."""
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class Image:
         total = sum(-(-plan.size // PAGE) * PAGE for plan in plans)
         use_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         if len(self.memory) < total or (total and use_cuda and not self.memory.is_pinned()):
-            self.memory = aligned(0)  # the old one goes first
+            self.memory = aligned(0)  # free the old one first, so that the two never exist together
             logger.info("asynchronous checkpoints: %.2f GB on this rank for a copy of the state", total / 1e9)
             self.memory = aligned(total)
         files, start = {}, 0
@@ -292,7 +292,7 @@ class Saves:
         self._aliases: Mapping[str, str] = {}
         self._plan = SavePlan()
         self._all_aliases: dict[str, str] = {}
-        self._image = Image()
+        self._host_copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
@@ -315,12 +315,12 @@ class Saves:
         own_files = [file for file in self._plan.files if file.rank == self.world.rank]
         copies: dict[str, memoryview] = {}
         if asynchronous:
-            run_on_all(self.world, lambda: copies.update(self._image.copy(own_files, snapshot.tensors)), NOT_BEGUN)
+            run_on_all(self.world, lambda: copies.update(self._host_copy.copy(own_files, snapshot.tensors)), NOT_BEGUN)
 
         def content(file: FilePlan) -> Iterable[Bytes]:
             if not asynchronous:
                 return file_content(file, snapshot.tensors)
-            self._image.wait()
+            self._host_copy.wait()
             return [copies[file.name]]
 
         save = Save(
@@ -359,7 +359,7 @@ class Saves:
         try:
             if not all(run_on_all(self.world, collect, NOT_BEGUN)):
                 by_rank = self.world.gather_objects((snapshot.chunks, snapshot.aliases))
-                self._plan = make_plan([chunks for chunks, _ in by_rank])
+                self._plan = plan_files([chunks for chunks, _ in by_rank])
                 self._all_aliases = {name: target for _, aliases in by_rank for name, target in aliases.items()}
                 self._chunks, self._aliases = snapshot.chunks, snapshot.aliases
         except WorldError as error:
@@ -398,7 +398,7 @@ class Saves:
             if not is_failing:
                 raise
         finally:
-            self._image = Image()
+            self._host_copy = HostCopy()
 
 
 @dataclass
@@ -431,7 +431,7 @@ class Save:
                 self._close()
 
     def _close(self) -> None:
-        """Remove what was not committed, and unlock the checkpoint."""
+        """On rank 0, delete the folder unless it is committed, and unlock the checkpoint."""
         if self.commit is not None:
             self.commit.close()
             self.commit = None
@@ -463,7 +463,7 @@ class Save:
         return [report[1] for report in reports], first
 
     def _begin(self) -> Any:
-        """On rank 0, make the folder; returns it, and digests of the states, which other ranks need not send again."""
+        """On rank 0, make the folder; returns it with digests of rank 0's states, which others need not send again."""
         if self.meeting.rank:
             return None
         storage, name, step, _ = self.target
@@ -500,12 +500,8 @@ class Save:
         """On rank 0, write the manifest, and commit."""
         if self.commit is None:
             return
-        storage, folder, record, tensors = (
-            self.target.storage,
-            self.commit.folder,
-            self.commit.record,
-            self.plan.tensors,
-        )
+        storage, tensors = self.target.storage, self.plan.tensors
+        folder, record = self.commit.folder, self.commit.record
         files: dict[str, FileRecord] = {}
         extra: dict[str, FileRecord] = {}
         planned = {file.name for file in self.plan.files}
@@ -539,7 +535,7 @@ class Save:
         text = manifest.encode()
         for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
             storage.put(f"{folder}/{name}", [content], len(content))
-            storage.sync(folder)  # before the next
+            storage.sync(folder)  # COMMIT seals a manifest that is on disk
         self.commit.finish()
         self.line.saved(storage, record)
         retain(storage, record, self.limit)

@@ -217,7 +217,7 @@ def _gather_tensor(
 def in_lockstep(
     world: World, groups: Iterable[list[str]], bucket_of: Callable[[list[str]], Bucket]
 ) -> Generator[Bucket]:
-    """Yield the bucket of each group. All ranks meet before the next one; if one has left, all raise an error."""
+    """Yield a bucket of weights for each group of names. All ranks meet after each; if one leaves, all raise."""
     with Meeting(world) as meeting:
         for number, names in enumerate(groups):
             if number:

@@ -247,7 +247,7 @@ def in_memory(path: str, tensors: Mapping[str, Tensor]) -> Source:
 
 
 def open_source(place: str | os.PathLike[str], which: str = "model", trust: bool = False) -> Source:
-    """Describe the weights at `place`; with `trust`, also of torch.save's files, read by the reader for plain data."""
+    """Describe the weights at `place`; with `trust`, also a file of torch.save, read with ``weights_only=True``."""
     path = os.fspath(place)
     if trust and "://" not in path and torch_files.is_torch_save(path):
         return in_memory(path, torch_files.read_model(path))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .muon import Muon as Muon
     from .optimizer import PreparedOptimizer as PreparedOptimizer
     from .optimizer import PreparedScheduler as PreparedScheduler
-    from .optimizer import leave_to_step as leave_to_step
-    from .optimizer import may_leave as may_leave
+    from .optimizer import can_clip_in_step as can_clip_in_step
+    from .optimizer import clip_in_step as clip_in_step
     from .rule_optimizers import LAMB as LAMB
     from .rule_optimizers import Lion as Lion
     from .rule_optimizers import NovoGrad as NovoGrad
@@ -32,7 +32,7 @@ _HOMES = {
     "larc": ("LARC",),
     "masters": ("Masters", "Sums"),
     "muon": ("Muon",),
-    "optimizer": ("PreparedOptimizer", "PreparedScheduler", "leave_to_step", "may_leave"),
+    "optimizer": ("PreparedOptimizer", "PreparedScheduler", "clip_in_step", "can_clip_in_step"),
     "rule_optimizers": ("LAMB", "Lion", "NovoGrad"),
     "torch_step": ("OwnOptimizer", "fuse"),
 }

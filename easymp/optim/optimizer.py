@@ -73,7 +73,7 @@ class PreparedOptimizer(WrappingOptimizer):
 
     updates = 0
     closure: Callable[[], Any] | None = None
-    _after_backward: FirstGradient | None = None
+    _noted_gradients: FirstGradient | None = None
     _stepped_on: Snapshot | None = None  # gradients of the last step, until they are cleared
     _warned_of_averages = False
     _clip_hook: RemovableHandle | None = None  # applies a waiting clip if the script steps the wrapped optimizer itself
@@ -126,7 +126,7 @@ class PreparedOptimizer(WrappingOptimizer):
             window.refuse("step(closure)")
             if self.has_masters:
                 window.refuse("step(closure)", "fp32 masters")
-        if self._after_backward is not None:
+        if self._noted_gradients is not None:
             self.check_gradients()
         # This update's gradients were added to those of the last one if no `zero_grad` came since the last step.
         added = turn.spent and turn.phase is not Phase.STEPPED
@@ -140,17 +140,17 @@ class PreparedOptimizer(WrappingOptimizer):
         self.closure = closure
         try:
             veto = self._ask_parts() if window.parts.step else None
-            if veto is True:  # the gradients are of weights that are gone
-                self.leave_clip(None)
+            if veto is True:  # the step is left out, since the gradients are of weights that are gone
+                self.set_clip(None)
                 turn.begin()
                 turn.skipped = torch.ones(())
                 return None
             low_precision = self._masters is not None or (self._sums is not None and self._sums.on)
-            result = self._step_low(veto) if low_precision else self._step(veto)
+            result = self._step_low_precision(veto) if low_precision else self._step(veto)
         finally:
             self.closure = None
         self.updates += 1
-        turn.phase = Phase.STEPPED  # of the backward in a closure, too
+        turn.phase = Phase.STEPPED  # again, where a closure ran backward
         if self._scaler.scales or self._masters is not None or (low_precision and window.accumulation != 1):
             snapshots = (Snapshot(parameter) for _, parameter in self.parameters() if parameter.grad is not None)
             self._stepped_on = next(snapshots, None)
@@ -159,7 +159,7 @@ class PreparedOptimizer(WrappingOptimizer):
         return result
 
     def _ask_parts(self) -> Tensor | Literal[True] | None:
-        """What the parts say to the step: True leaves it out; a tensor above 0 makes it change nothing."""
+        """Ask all parts about the step: True leaves it out; a tensor above 0 makes it change nothing."""
         veto: Tensor | None = None
         for part_step in self._window.parts.step:
             answer = part_step(self)
@@ -180,23 +180,23 @@ class PreparedOptimizer(WrappingOptimizer):
             self.apply_clip()
             closure, parameters = self.closure, [p for p in parameters_of(self) if p.requires_grad]
             return self.engine.averages.follow_step(parameters, lambda: scaler.step(self.optimizer, closure))
-        if scaler.enabled and may_leave([self]):
-            leave_to_step([self], float("inf"), scaler)
+        if scaler.enabled and can_clip_in_step([self]):
+            clip_in_step([self], float("inf"), scaler)
         clip, found_inf = turn.clip, veto
         if clip is not None:
             clip.gradients()  # checks that they are those that were measured
         if scaler.enabled:
             found_inf = scaler.begin_step(self.optimizer)
-            if veto is not None:  # which does not move the loss scale
+            if veto is not None:  # the scaler does not see it, so a veto does not move the loss scale
                 found_inf = torch.maximum(found_inf, veto.to(found_inf.device))
         if veto is not None or not scaler.enabled:
             turn.skipped = found_inf
         if clip is None:
             return self.engine.step(None, found_inf)
-        self.leave_clip(None)
+        self.set_clip(None)
         return self.engine.step(clip.factor, found_inf)
 
-    def _step_low(self, veto: Tensor | None) -> Any:
+    def _step_low_precision(self, veto: Tensor | None) -> Any:
         if self._masters is not None:
             self.gather(free=True)
             self._masters.follow()
@@ -209,8 +209,8 @@ class PreparedOptimizer(WrappingOptimizer):
         self._forget_sums()
         return result
 
-    def leave_clip(self, clip: Clip | None) -> None:
-        """The next step multiplies by the factor of `clip`; None: by nothing."""
+    def set_clip(self, clip: Clip | None) -> None:
+        """Let the next step multiply gradients by the factor of `clip`; None: as they are."""
         self.turn.clip = clip
         if self._clip_hook is not None:
             self._clip_hook.remove()
@@ -219,36 +219,36 @@ class PreparedOptimizer(WrappingOptimizer):
             self._clip_hook = self.optimizer.register_step_pre_hook(lambda *_: self.apply_clip())
 
     def apply_clip(self) -> None:
-        """Multiply gradients in memory by a clip's factor for the step, so that they can be read and changed."""
+        """Apply a clip that waits for the step now, in memory, so that gradients can be read and changed."""
         clip, turn = self.turn.clip, self.turn
         if clip is not None:
-            self.leave_clip(None)
+            self.set_clip(None)
             clip.apply()
             if turn.phase is Phase.CLIPPED:
                 turn.phase = Phase.UNSCALED if self._scaler.enabled else Phase.ACCUMULATING
 
     # -- the gradients -------------------------------------------------------------------------------------------------
 
-    def follow_backward(self) -> None:
-        """A backward begins: it adds to gradients that were clipped, or begins the next update."""
+    def resume_accumulating(self) -> None:
+        """Before a backward that adds to gradients: apply a clip that waits for the step, or begin the next update."""
         self.apply_clip()
         if self.turn.phase is Phase.STEPPED and not self._scaler.enabled:
             self.turn.begin()
 
-    def backward_begins(self) -> None:
-        """Follow what the script did to gradients since the last backward, before the next one adds to them."""
+    def check_before_backward(self) -> None:
+        """Check what the script did to gradients since the last backward, before the next one adds to them."""
         window = self._window
         if self._stepped_on is not None and (not self._stepped_on.unchanged or self._stepped_on.cleared):
             self._stepped_on = None
-        if self._after_backward is not None:
+        if self._noted_gradients is not None:
             if window.accumulation != 1 and window.in_accumulate and window.micro > 1 and not self.turn.spent:
-                self._after_backward.check_kept()
+                self._noted_gradients.check_kept()
             self.check_gradients()
         if self._masters is not None:
             self._masters.hide()
 
-    def backward_ended(self, refusal: Callable[[], str] | None, shared: bool = False) -> None:
-        """Note the gradients that backward left. `refusal`: of the error if they change; None: they may be changed.
+    def watch_gradients(self, refusal: Callable[[], str] | None, shared: bool = False) -> None:
+        """Note the gradients as they are. `refusal` makes the error's text if they change; None: they may be changed.
 
         `shared`: they are views of a bucket, or shards.
         """
@@ -257,23 +257,23 @@ class PreparedOptimizer(WrappingOptimizer):
         else:
             parameters = (parameter for _, parameter in self.parameters())
         if refusal is None and not shared:
-            self._after_backward = FirstGradient(parameters)
+            self._noted_gradients = FirstGradient(parameters)
             return
         compares_values = self.updates < FIRST_UPDATES or self.updates % COMPARE_EVERY == 0
-        self._after_backward = GradientsLeft(parameters, refusal, compares_values, shared)
+        self._noted_gradients = GradientsLeft(parameters, refusal, compares_values, shared)
 
-    def forget_gradients(self) -> None:
-        """Let gradients be changed since the last backward."""
-        self._after_backward = None
+    def accept_gradients(self) -> None:
+        """Accept changes of gradients since the last backward."""
+        self._noted_gradients = None
 
     def check_gradients(self) -> None:
-        """StepError if gradients were changed that may not be, as backward left them."""
-        left, self._after_backward = self._after_backward, None
-        if left is not None and self.turn.phase is Phase.ACCUMULATING and self.turn.clip is None:
-            left.check_unchanged()
+        """StepError if gradients that may not be changed were changed since `watch_gradients`."""
+        noted, self._noted_gradients = self._noted_gradients, None
+        if noted is not None and self.turn.phase is Phase.ACCUMULATING and self.turn.clip is None:
+            noted.check_unchanged()
 
     def show_gradients(self) -> None:
-        """Let scripts read and change gradients where they know them, though masters have them; see `Masters.show`."""
+        """Show the masters' gradients on the model's parameters, where scripts read and change them."""
         if self._masters is not None and not self.engine.reads_low:
             self._masters.show()
 
@@ -286,10 +286,10 @@ class PreparedOptimizer(WrappingOptimizer):
             notify(self)
         turn.spent = False
         if turn.clip is not None:
-            self.leave_clip(None)
+            self.set_clip(None)
         if turn.phase is not Phase.STEPPED or not self._scaler.enabled:
             turn.begin()
-        self._after_backward = None
+        self._noted_gradients = None
         self.optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.clear()
@@ -302,7 +302,7 @@ class PreparedOptimizer(WrappingOptimizer):
         if self._sums is not None and self._sums.on:
             self._sums.drop(p for pair in self.parameters() for p in pair)
 
-    def unused(self) -> bool:
+    def has_unused_gradients(self) -> bool:
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
         if self.turn.spent:
             return False
@@ -310,14 +310,14 @@ class PreparedOptimizer(WrappingOptimizer):
         return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
 
     def gather(self, in_memory: bool = False, free: bool = False) -> None:
-        """Move gradients to the masters where the step reads them there; with `in_memory` in any case."""
+        """Move gradients to the masters if the step reads them there; with `in_memory`, in any case."""
         if self._masters is not None and (in_memory or not self.engine.reads_low):
             self._masters.gather(free)
 
     def parameters(self) -> list[tuple[Tensor, Tensor]]:
         """The parameters of the param groups, each with the model's: itself, or the one whose master it is."""
-        low = {} if self._masters is None else self._masters.low
-        return [(stepped, low.get(id(stepped), stepped)) for stepped in parameters_of(self)]
+        low_by_master = {} if self._masters is None else self._masters.low
+        return [(stepped, low_by_master.get(id(stepped), stepped)) for stepped in parameters_of(self)]
 
     def release(self) -> None:
         """Give the optimizer its own parameters back."""
@@ -342,30 +342,30 @@ class PreparedOptimizer(WrappingOptimizer):
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
-    def rest(self) -> dict[str, Any]:
-        """Entries of `state_dict` beside state and param groups, made by the class or a hook. All ranks call it."""
+    def extra_state(self) -> dict[str, Any]:
+        """Entries of `state_dict` beside "state" and "param_groups", from the class or a hook. All ranks call it."""
         hooks = self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks
         if type(self.given).state_dict is torch.optim.Optimizer.state_dict and not hooks:
             return {}
         state = self.optimizer.state_dict()
         return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
-    def listens(self) -> bool:
-        """Whether the class or a hook has a part in `load_state_dict`."""
+    def customises_load(self) -> bool:
+        """Whether the class overrides `load_state_dict`, or a hook of it is registered."""
         hooks = self._optimizer_load_state_dict_pre_hooks or self._optimizer_load_state_dict_post_hooks
         return type(self.given).load_state_dict is not torch.optim.Optimizer.load_state_dict or bool(hooks)
 
     def laid_out(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters of the param groups, each with a tensor (itself, or a DTensor) laid out as its states."""
+        """The parameters, each with a tensor whose layout is that of its states: itself, or a DTensor."""
         parameters, optimizer = parameters_of(self), self.optimizer
         layouts = optimizer.laid_out(parameters) if isinstance(optimizer, ShardedOptimizer) else parameters
         return list(zip(parameters, layouts))
 
-    def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Replace all states by these, in the form of `state`. Parameters become their masters, rounded."""
+    def replace_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Replace all states by these, in the form of `state`. Parameters with masters become these, rounded."""
         optimizer, states = self.optimizer, self._without_stale(states)
         if isinstance(optimizer, ShardedOptimizer):
-            optimizer.remember(states)
+            optimizer.replace_states(states)
         else:
             optimizer.state.clear()
             optimizer.state.update(states)
@@ -374,7 +374,7 @@ class PreparedOptimizer(WrappingOptimizer):
         fill_momentum(optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state from here or from the plain optimizer. How the step runs (fused, foreach) stays this run's."""
+        """Load a `state_dict` of this or of the plain optimizer; how the step runs (fused, foreach) stays as it is."""
         if "state" in state_dict:  # a class may have a form of its own
             state_dict = {**state_dict, "state": self._without_stale(state_dict["state"])}
         self.optimizer.load_state_dict(keep_implementation(self.optimizer, state_dict))
@@ -389,8 +389,8 @@ class PreparedOptimizer(WrappingOptimizer):
             return states
         if not isinstance(optimizer, OwnOptimizer) and not type(optimizer).__module__.startswith("torch.optim"):
             return states
-        with_one = [key for key, state in states.items() if isinstance(state, Mapping) and EMA in state]
-        without_averages = {key: {k: v for k, v in states[key].items() if k != EMA} for key in with_one}
+        with_average = [key for key, state in states.items() if isinstance(state, Mapping) and EMA in state]
+        without_averages = {key: {k: v for k, v in states[key].items() if k != EMA} for key in with_average}
         if without_averages and not self._warned_of_averages:
             self._warned_of_averages = True
             logger.warning(
@@ -399,8 +399,8 @@ class PreparedOptimizer(WrappingOptimizer):
             )
         return {**states, **without_averages}
 
-    def take_group(self) -> None:
-        """The wrapped optimizer has got another param group."""
+    def group_added(self) -> None:
+        """Follow `add_param_group` of the wrapped optimizer."""
         if self._masters is not None:
             self._masters.add_groups(self.optimizer.param_groups[-1:])
         fill_momentum(self.optimizer)
@@ -418,14 +418,14 @@ def _copied(optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
     return PreparedOptimizer(optimizer, UpdateWindow(), Scaler(enabled=False))
 
 
-# -- clipping that is left to the step ---------------------------------------------------------------------------------
+# -- clipping in the step ----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scaler: Scaler) -> Tensor:
-    """Measure all gradients of `optimizers`, which take factors, and leave them theirs; returns the norm (0-dim, fp32).
+def clip_in_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scaler: Scaler) -> Tensor:
+    """Measure all gradients, and let the steps of `optimizers` multiply by the factor; returns the norm (0-dim, fp32).
 
-    Under a loss scale the gradients are divided by it first, and an overflow in any of them skips the steps of all.
+    Under a loss scale the norm is of gradients divided by it, and an overflow in any of them skips all steps.
     """
     counting = optimizers[0].engine.counting
     for optimizer in optimizers if counting.add is not None else ():
@@ -462,12 +462,12 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
         optimizer.turn.begin()
     scaler.leave_to_steps([o.optimizer for o in optimizers], found_inf if scale is not None else None)
     for optimizer, gradients in zip(optimizers, gradients_by_optimizer):
-        optimizer.leave_clip(Clip(result.factor, gradients))
+        optimizer.set_clip(Clip(result.factor, gradients))
     return result.norm
 
 
-def may_leave(optimizers: Sequence[PreparedOptimizer]) -> bool:
-    """Whether `leave_to_step` is for these now. The same on all ranks."""
+def can_clip_in_step(optimizers: Sequence[PreparedOptimizer]) -> bool:
+    """Whether `clip_in_step` can take these optimizers now. The same on all ranks."""
     if not optimizers or any(o.turn.clip is not None or not o.engine.takes_factor() for o in optimizers):
         return False
     if len({o.engine.counting.add is None for o in optimizers}) > 1:

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, and that are more than torch's by a rule: Lion, LAMB and NovoGrad.
+"""Optimizers that torch does not have, each a rule of `rules.py` and a class: Lion, LAMB and NovoGrad.
 
 LAMB and NovoGrad scale the length of a step tensor by tensor, by norms, as in Apex.
 """

@@ -391,14 +391,14 @@ class ShardedOptimizer(WrappingOptimizer):
         return _States(self)
 
     def laid_out(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Whole parameters as DTensors whose shards are those of their states."""
+        """For each parameter, a DTensor that is sharded as the parameter's optimizer states are."""
         self._update_twin()
         shards = [self._part(p).shard for p in parameters]
         if not self._plain:
             return shards
         return [self._distributed(s.detach(), p, p) for p, s in zip(parameters, shards)]
 
-    def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
+    def replace_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """Replace the states of whole parameters by these, in the form of `state`."""
         self._update_twin()
         self._twin.state.clear()

@@ -272,11 +272,11 @@ class FirstGradient:
 
 
 class GradientsLeft(FirstGradient):
-    """Gradients as a backward left them, which may not be changed where there is a `refusal`.
+    """Gradients as a backward left them. With a `refusal`, a change before the step is an error.
 
-    `compares_values`: find changes that leave a tensor's version as it was, too, as those through ``.data`` and of
-    DTensors do; with a refusal that waits for the device. `shared`: gradients are views of a bucket, or shards, which
-    ``p.grad.data = value`` does not reach; of the first alone, unless `compares_values`.
+    `compares_values`: compare norms, too (waits for the device), which finds changes that leave a tensor's version as
+    it was: through ``.data``, and of DTensors. `shared`: gradients are views of a bucket, or shards, so refuse
+    ``p.grad.data = value``, which does not reach them; only the first is checked, or with `compares_values` all.
     """
 
     __slots__ = ("_norms", "_refusal", "_snapshots", "_storages")
@@ -478,7 +478,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         return loss
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        """The update by gradients times `factor` (float32, 0-dim), unless `found_inf` is above 0."""
+        """Step on gradients times `factor` (float32, 0-dim); do nothing if `found_inf` is above 0."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Recomputation(Part):
             parts = find_recomputed([model], self._recomputed)
             tensors = [*model.parameters(), *model.buffers()]
             self._uncounted[id(model)] = copy.deepcopy(model, {id(t): on_meta(t) for t in tensors}), parts
-            self._used += self.run.prepared.need([model], optimizers).total
+            self._used += self.run.prepared.memory_need([model], optimizers).total
 
     def _recompute(self, parts: Sequence[nn.Module]) -> None:
         selective = self._recomputed.selective

@@ -139,12 +139,13 @@ class Preparation:
         self._refuses_unprepared = False
         self._watches = False  # gradients after a backward, to refuse changes; decided at each backward
         self._always_watches = False
-        self._unreduced = MicroStep(run.window)
+        self._plain_micro_step = MicroStep(run.window)
         self._sums_window = False  # low-precision gradients are summed in fp32; decided at each backward
         self._weights_notes: list[str] = []  # in the plan
         settings = run.plan.settings
         run.find_refused(strategy)
         reference = weakref.ref(run)
+        # The window belongs to the run, so it holds the run weakly.
         run.window.refuse = lambda *words: reference().refuse(*words)  # type: ignore[union-attr]
         if strategy.context_size > 1:
             shared = f"{strategy.context_size} neighbouring processes share each sequence"
@@ -179,9 +180,9 @@ class Preparation:
         if models:
             self._change_models(models, optimizers, any(methods_of.values()))
         default = self._options.device_placement
-        placements = [default if place is None else place for place in device_placement or [None] * len(objects)]
+        placements = [default if moved is None else moved for moved in device_placement or [None] * len(objects)]
         prepare_model = partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)
-        fresh: list[Any] = []
+        new: list[Any] = []
         steps: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
             (nn.Module, prepare_model),
             (Optimizer, self._prepare_optimizer),
@@ -192,14 +193,14 @@ class Preparation:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
                     prepared_by_id[id(item)] = item if isinstance(item, PREPARED) else prepare_item(item, placement)
-                    fresh.append(prepared_by_id[id(item)])
+                    new.append(prepared_by_id[id(item)])
         self._always_watches = self._shares_gradients or "change of gradients" in run.refused
         if models and self._same_streams:
             if self.strategy.data_rank and self._options.diverge:
                 diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._same_streams = False
         for notify in run.parts.prepared:
-            notify(fresh)
+            notify(new)
         return [prepared_by_id[id(item)] for item in objects]
 
     # -- models
@@ -282,8 +283,8 @@ class Preparation:
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
-        low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
-        if strategy.sums and low:
+        has_low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
+        if strategy.sums and has_low:
             all_parameters = (p for route in self.models for p in route.original.parameters())
             self.sums.watch([p for p in all_parameters if p.requires_grad])
             choice = self._run.plan.accumulation
@@ -296,7 +297,7 @@ class Preparation:
         self._run.refine("weights", "; ".join(dict.fromkeys(self._weights_notes)))
         logger.info("weights: %s", note)
 
-    def need(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), **options: Any) -> Memory:
+    def memory_need(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), **options: Any) -> Memory:
         """Memory that a rank needs for `models` under the strategy, without activations; `options` of `estimate`."""
         options.setdefault("optimizer_in_backward", any(part.steps_in_backward for part in self._run.parts.all))
         return self._auto.need(self.strategy.name, models, optimizers, self.strategy.options, **options)
@@ -385,21 +386,21 @@ class Preparation:
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
     def round_updates(self) -> None:
-        """Round updates of low-precision weights to nearest: no masters, no stochastic rounding, no layer in fp32."""
+        """Round low-precision updates to nearest, as Fabric does: no masters, stochastic rounding or fp32 layers."""
         vars(self._precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)
         self._run.refine("precision", "all in one low precision, and updates are rounded to nearest")
 
     def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Refuse steps that find any of the low-precision `parameters` unfrozen; all are frozen now, in their dtype."""
+        """Refuse later steps if one of `parameters` that is frozen now, in low precision, was unfrozen since."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if frozen and not self._precision.masters and self._precision.keeps_updates:
 
             def check(*_: Any) -> None:
-                self._check_wide(frozen)
+                self._refuse_unfrozen(frozen)
 
             self._removals.append(optimizer.register_step_pre_hook(check).remove)
 
-    def _check_wide(self, parameters: Iterable[Tensor]) -> None:
+    def _refuse_unfrozen(self, parameters: Iterable[Tensor]) -> None:
         """Refuse low-precision parameters unfrozen after `prepare`, which have neither fp32 values nor masters."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in LOW:
@@ -437,10 +438,10 @@ class Preparation:
         self._check_unclaimed(f"{type(optimizer).__name__}.add_param_group got", "", added, ADD_BEFORE_PREPARE)
         rounds = prepared.engine.options.rounding is not None
         if self._precision.keeps_updates and not prepared.has_masters and not rounds:
-            self._check_wide(added)
+            self._refuse_unfrozen(added)
         type(optimizer).add_param_group(optimizer, group)
         self._keep_frozen(optimizer, added)
-        prepared.take_group()
+        prepared.group_added()
         self.stepped_by.update((id(p), prepared) for p in added)
 
     def _note_steps(self) -> None:
@@ -526,20 +527,20 @@ class Preparation:
             self._refuses_unprepared = True
             self._removals.append(window.refuse_unprepared(self.owner, self.stepped_by, self.optimizers))
         if self._run.world.size == 1 or sync_each_batch:
-            return self._unreduced
+            return self._plain_micro_step
         modules = [route.module for route in self.routes(models)]
         return MicroStep(window, self.strategy.no_sync, modules, self.sums.on and window.accumulation != 1)
 
     def begin_backward(self) -> None:
-        """Follow what the script did to gradients, and make ready for those that backward adds."""
+        """Check what the script did to gradients since the last backward, and make ready for the next ones."""
         window = self._run.window
         self._watches = self._always_watches or self._scaler.scales or bool(self.masters)
-        notes_backward = self._watches or window.accumulation != 1
+        checks_gradients = self._watches or window.accumulation != 1
         for optimizer in self.optimizers:
-            if notes_backward:
-                optimizer.backward_begins()
+            if checks_gradients:
+                optimizer.check_before_backward()
             if optimizer.turn.phase is not Phase.ACCUMULATING:
-                optimizer.follow_backward()
+                optimizer.resume_accumulating()
         window.backwards += 1
         self._scaler.settle()
         self._sums_window = self.sums.on and window.accumulation != 1
@@ -568,7 +569,7 @@ class Preparation:
             self.sums.hand_over()
             self.show_gradients(self.optimizers)
         if self._watches or not window.sync:
-            self.note_gradients()
+            self.watch_gradients()
 
     def gradients(self) -> Iterator[Tensor]:
         """All gradients of prepared models' parameters, fp32 sums among them."""
@@ -590,15 +591,15 @@ class Preparation:
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
     ) -> tuple[Tensor, list[Tensor]]:
         """Clip gradients, in memory or as steps read them; returns the norm before and the optimizers' parameters."""
-        clipped = self.stepped(parameters)
-        optimizers = self.steppers(clipped) if norm_type == 2 else None
-        if optimizers and optim.may_leave(optimizers):
-            return optim.leave_to_step(optimizers, max_norm, self._scaler), clipped
+        clipped = self.stepped_parameters(parameters)
+        optimizers = self.optimizers_of_exactly(clipped) if norm_type == 2 else None
+        if optimizers and optim.can_clip_in_step(optimizers):
+            return optim.clip_in_step(optimizers, max_norm, self._scaler), clipped
         norm = self.strategy.clip(self._unscaled(clipped), max_norm, norm_type)
         self.show_gradients(self.optimizers)
         return norm, clipped
 
-    def stepped(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    def stepped_parameters(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """`parameters`, or their fp32 masters with the gradients, as optimizers hold them."""
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._watches:
@@ -611,11 +612,11 @@ class Preparation:
             optimizer.gather()
         return holders
 
-    def note_gradients(self) -> None:
-        """After a backward: note the gradients, to refuse changes that would train wrongly."""
+    def watch_gradients(self) -> None:
+        """Note the gradients that backward left: the step refuses changes of them that would train wrongly."""
         refusal = self._scaler.refuse_changes if self._scaler.scales else self._refusal_of_changes
         for optimizer in self.optimizers:
-            optimizer.backward_ended(refusal, self._shares_gradients)
+            optimizer.watch_gradients(refusal, self._shares_gradients)
 
     @property
     def _refusal_of_changes(self) -> Callable[[], str] | None:
@@ -623,13 +624,13 @@ class Preparation:
         refusal = self._run.refused.get("change of gradients")
         return None if refusal is None else lambda: refusal
 
-    def forget_gradients(self) -> None:
-        """Let gradients be changed since `note_gradients`, by a caller that knows how they are scaled."""
+    def accept_gradients(self) -> None:
+        """Accept changes of gradients since `watch_gradients`, for a caller that knows how they are scaled."""
         for optimizer in self.optimizers:
-            optimizer.forget_gradients()
+            optimizer.accept_gradients()
 
     def show_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """After we changed gradients of `optimizers` in memory: scripts may read and mostly change them so."""
+        """Let the script read, and mostly change, gradients of `optimizers` that easymp has just changed in memory."""
         refusal = self._refusal_of_changes
         if not self.masters and refusal is None:
             return
@@ -637,7 +638,7 @@ class Preparation:
             if isinstance(optimizer, optim.PreparedOptimizer):
                 optimizer.show_gradients()
                 if refusal is not None:
-                    optimizer.backward_ended(refusal)
+                    optimizer.watch_gradients(refusal)
 
     @property
     def _shares_gradients(self) -> bool:
@@ -655,7 +656,7 @@ class Preparation:
             self._scaler.ensure_unscaled(optimizer)
 
     def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
-        """`parameters`, after their gradients were unscaled and clipped in memory as asked so far."""
+        """Unscale the gradients of `parameters` in memory, and apply earlier clips; returns `parameters`."""
         pending = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
         if self._scaler.enabled or self.masters or pending:
             optimizers = self.optimizers_of(parameters)
@@ -675,7 +676,7 @@ class Preparation:
     def clamp(self, parameters: Iterable[Tensor] | Tensor, limit: float) -> None:
         """Clamp every element of the gradients to [-limit, limit]."""
         gradients = []
-        for parameter in self._unscaled(self.stepped(parameters)):
+        for parameter in self._unscaled(self.stepped_parameters(parameters)):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # so that a row of several parts is clamped whole
                 gradients.append(parameter.grad._values())
@@ -691,8 +692,8 @@ class Preparation:
         ids = {id(p) for p in parameters}
         return [o for o in self.optimizers if any(id(p) in ids for g in o.param_groups for p in g["params"])]
 
-    def steppers(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer] | None:
-        """The optimizers that together step exactly `parameters`; None if a clip inside the step gains nothing."""
+    def optimizers_of_exactly(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer] | None:
+        """The optimizers that together step exactly these; None if there are none, or clips in steps gain nothing."""
         if not any(optimizer.engine.worth() for optimizer in self.optimizers):
             return None
         remaining = {id(p) for p in parameters if p.requires_grad or p.grad is not None}

@@ -26,7 +26,7 @@ from easymp.checkpoint.commit import Heartbeat, acquire, owner_record
 from easymp.checkpoint.folders import committed_saves, lock_name
 from easymp.checkpoint.manifest import full_box
 from easymp.checkpoint.progress import Progress, expect
-from easymp.checkpoint.save import Image, LocalChunk, Saves, file_content, make_plan
+from easymp.checkpoint.save import HostCopy, LocalChunk, Saves, file_content, plan_files
 from easymp.checkpoint.storage import LocalStorage
 
 from .things import Fails, Rows, loaded, save, target, values, world
@@ -341,10 +341,10 @@ def test_a_copy_from_a_gpu_is_of_the_moment_of_the_call(monkeypatch):
     for name, size in {"COPIED": 64, "SMALL": 1000, "LARGE": 50_000}.items():
         monkeypatch.setattr(saving, name, size)
     parts = {(f"model/{n}", full_box(tuple(t.shape))): t.to("cuda") for n, t in TENSORS.items()}
-    (plan,) = make_plan([[LocalChunk(n, t.dtype, tuple(t.shape), box) for (n, box), t in parts.items()]]).files
+    (plan,) = plan_files([[LocalChunk(n, t.dtype, tuple(t.shape), box) for (n, box), t in parts.items()]]).files
     full = [parts[at].cpu() for at in plan.contents if parts[at].numel()]
     rows = [part.resolve_conj().contiguous().view(-1).view(torch.uint8) for part in full]
-    right, image = plan.header + torch.cat(rows).numpy().tobytes(), Image()
+    right, image = plan.header + torch.cat(rows).numpy().tobytes(), HostCopy()
     for _ in range(3):
         content = image.copy([plan], parts)[plan.name]
         clones = {at: tensor.clone() for at, tensor in parts.items()}
