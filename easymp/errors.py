@@ -279,5 +279,5 @@ def with_script_line(error: BaseException) -> str:
 
 
 def failing() -> bool:
-    """Inside of an ``except`` or ``finally`` of an error, or at the exit of an interpreter that ends by one."""
+    """Whether an error is being handled, or has ended the script, so that the interpreter is exiting."""
     return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None

@@ -193,7 +193,7 @@ class UpdateWindow:
     def refuse_unprepared(
         self, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
     ) -> Callable[[], None]:
-        """Refuse steps inside a window by unprepared optimizers of prepared parameters; returns how to end this.
+        """Refuse steps of unprepared optimizers on prepared parameters inside a window; the result removes the check.
 
         They would step at each micro-batch, on a part of the gradient. torch calls the hook at every optimizer's step.
         """
@@ -273,7 +273,7 @@ class UpdateWindow:
         self.outermost: Any = loaders[0]
 
     def begin_pass(self, loader: Any, as_iterator: bool = False) -> None:
-        """Note that a pass over `loader` begins; with `as_iterator`, next to the innermost loop and not inside it."""
+        """Note that a pass over `loader` begins; with `as_iterator`, beside the open loops, not inside them."""
         (self._iterators if as_iterator else self._loops).append(loader)
         self._at_end = False
         self._update_loaders()

@@ -42,9 +42,9 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
-    """Make sums over the local parts of `tensors`, a row of `totals` each, sums over the whole ones, in place.
+    """Add up `totals` over the ranks, in place: row i holds sums over this rank's part of ``tensors[i]``.
 
-    Sharded DTensors need one collective for each mesh dimension, for all rows at once; other tensors need none.
+    Sharded DTensors take one collective for each mesh dimension, for all rows at once; other tensors take none.
     """
     rows_by_mesh_dim: dict[tuple[Any, int], list[int]] = {}
     for row, tensor in enumerate(tensors):

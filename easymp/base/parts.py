@@ -1,7 +1,7 @@
 """The seam of all features: a part watches or changes the training loop, and holds all of one feature.
 
 The loop calls the parts by event. A run keeps one tuple of bound methods an event, so an event that no part has costs
-one look at an empty tuple. `easymp.parts.PARTS` lists easymp's own parts, in the order of their calls.
+one look at an empty tuple. `easymp.registry.PARTS` lists easymp's own parts, in the order of their calls.
 """
 
 from __future__ import annotations

@@ -301,12 +301,12 @@ def _read_pmix(launcher: Launcher) -> str:
 
 
 def _read_slurm(launcher: Launcher) -> Announced | str:
-    """This process as one of several tasks of srun.
+    """This process as one of several tasks of srun, or the reason why it is not one.
 
-    A batch script before its srun, and a shell in an allocation, have some of the same variables; a program trains
-    alone there. The shell is known by its job's name, which ``srun bash run.sh`` and srun in an allocation of salloc
-    have, too: those are several tasks without a terminal. They meet at the step's first host, at port 15000 + the last
-    four digits of the job's number.
+    Batch scripts outside srun and interactive shells have some of srun's variables, too; a program there trains alone.
+    An interactive shell is told by its job's name and by one task or a terminal: ``srun bash run.sh``, and srun inside
+    salloc, can have that job name with several tasks and no terminal. The tasks meet at the step's first host, at port
+    15000 + the last four digits of the job's number.
     """
     tasks = env.integer(launcher.size)
     if env.integer(launcher.rank) is None:

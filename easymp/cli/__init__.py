@@ -118,7 +118,7 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def run_command(argv: list[str]) -> int:
-    """Run the command line `words`; returns the command's own exit code."""
+    """Run the command line `argv`; returns the command's own exit code."""
     parser = main_parser()
     if not argv:
         parser.print_help()

@@ -202,7 +202,7 @@ def check_checkpoint(folder: Path, acc: Accelerator) -> str:
 
 
 def check_kernels(acc: Accelerator) -> str:
-    """An epoch of AdamW with clipping, by kernels and by torch."""
+    """Compare an epoch of AdamW with clipping by our kernels with one by torch."""
     device = acc.device
     if device.type != "cuda":
         raise SkippedCheck(f"they are for NVIDIA GPUs, and this rank trains on {device.type}")

@@ -63,7 +63,7 @@ class Package(Distribution):
 
 
 class Finder(DistributionFinder, Loader):
-    """Finds the package `name` and the modules below it here."""
+    """Import hook: the package `name` and its submodules become aliases of those in this package."""
 
     def __init__(self, name: str) -> None:
         self._name = name

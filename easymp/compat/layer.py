@@ -50,7 +50,7 @@ class Layer:
         self.native[feature] = lines
 
     def absent(self, module: str, instead: Mapping[str, str], public: Callable[[], Sequence[str]]) -> AbsentNames:
-        """The ``__getattr__`` of the original's `module`, whose `public` names are here."""
+        """A ``__getattr__`` for `module`: explains names of the original module that are not among `public`."""
         return AbsentNames(self, module, instead, public)
 
     def explain(self) -> str:
@@ -105,7 +105,7 @@ def explain() -> str:
 
 
 class RefusedModules(MetaPathFinder):
-    """Fails imports of the modules that a layer refuses, with their replacement."""
+    """Import hook: importing a module that a layer refuses fails with a message that names the replacement."""
 
     messages: ClassVar[dict[str, str]] = {}  # by the module's full name
 

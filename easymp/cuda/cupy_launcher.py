@@ -217,7 +217,7 @@ class CupyLauncher:
         self._kernels: dict[Kernel, Any] = {}
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Compile and load those of `kernels` that are not; KernelError if one cannot be. Not inside a capture."""
+        """Compile and load `kernels`, each once; KernelError if one fails. Not inside the capture of a CUDA graph."""
         for kernel in kernels:
             if kernel not in self._kernels:
                 try:
@@ -228,7 +228,7 @@ class CupyLauncher:
                 self._kernels[kernel] = function
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
-        """Run `kernel` on `blocks` blocks, a number an argument, without a wait; KernelError if it cannot start."""
+        """Start `kernel` on `blocks` blocks, without a wait for the device; KernelError if it cannot start."""
         self.compile([kernel])
         try:
             self._start(self._kernels[kernel], blocks * THREADS, arguments)

@@ -24,7 +24,7 @@ THREADS = 256  # of a block
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel."""
+    """Source of a CUDA kernel: its name, its arguments, and its body in C++."""
 
     name: str  # a C identifier
     arguments: tuple[str, ...]  # "uint64 name" (an address), "int64 name" or "float64 name", each
@@ -138,8 +138,8 @@ def stream(
 
     Roles are in the order of the table's addresses. `element` is C++ on floats with the names of the roles and of
     `sums`; ``i64 e`` is the number of the element in its tensor, in memory's order. `setup` runs before the loop and
-    sees ``i64 tensor`` (the row) and the arguments. `sums` maps a name to C++ of the total that is stored, a double a
-    block and sum at ``partials``; it sees the sum by its name and ``copies`` (how many ranks hold the tensor).
+    sees ``i64 tensor`` (the row) and the arguments. `sums` maps the name of a sum to a C++ expression, which sees the
+    sum and ``copies`` (how many ranks hold the tensor). Each block stores one double for each of them at ``partials``.
     """
     sums = sums or {}
     pointers = "\n".join(
@@ -237,7 +237,7 @@ class Table:
 
 
 def lay_out(row_lists: Sequence[Sequence[Row]], device: torch.device) -> Table:
-    """A table of all rows, one list for each kernel that will run over it. Copied without a wait for the device."""
+    """Build the table of `row_lists` on `device`, one list for each kernel. Does not wait for the device."""
     row_words, chunks = array("q"), array("q")
     starts = [0]
     number = 0

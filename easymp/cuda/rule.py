@@ -93,7 +93,7 @@ class Rule:
 
     @property
     def computed(self) -> list[str]:
-        """Numbers of a tensor that `prepare` computes."""
+        """Names of the per-tensor numbers that the code in `prepare` assigns."""
         return sorted(set(re.findall(r"^(\w+) =", self.prepare, re.MULTILINE)))
 
     @property

@@ -41,7 +41,7 @@ def steps(parameter: Tensor, device: torch.device) -> bool:
 
 
 class _Moved(NamedTuple):
-    """The parameters that have gradients now."""
+    """The parameters that this step moves: those that have gradients."""
 
     parameters: list[Tensor]
     gradients: list[Tensor]  # the parts on this rank

@@ -216,7 +216,7 @@ class Cut(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether an incomplete last round is completed."""
+        """Whether the last round is filled up with samples again, so that every rank gets a batch."""
         return self.even and self.ranks > 1 and not self.drop_last
 
     def batches(self, samples: int, rank: int) -> int:

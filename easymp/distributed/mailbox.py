@@ -346,7 +346,7 @@ class Watch:
                 self._questions.post(f"left/{group}/{self.rank}")
 
     def has_left(self, group: int, rank: int) -> bool:
-        """Whether `rank` has left the group of this number."""
+        """Whether `rank` has left group number `group`."""
         return self._questions.has(f"left/{group}/{rank}")
 
     @staticmethod

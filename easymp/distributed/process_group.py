@@ -267,7 +267,7 @@ class World:
 
     @contextmanager
     def in_turn(self, call: str, first: bool) -> Iterator[None]:
-        """The ranks with `first` run the block before the others, which wait as long as those are alive."""
+        """Run the block on ranks that pass ``first=True``, then on the others, which wait while those are alive."""
         if self.size == 1:
             yield
             return
@@ -556,10 +556,10 @@ def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of a world that has ended.
+    """Empty DTensor's caches, which belong to a world that has ended.
 
-    To torch meshes of the same shape, names and devices are equal: a later world would find layouts with the old groups
-    and, as another rank, wrong lengths of uneven shards.
+    Their keys are meshes, equal if shape, names and devices are: a later world would get layouts with the old groups
+    and, if this rank's number changed, wrong lengths of uneven shards.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

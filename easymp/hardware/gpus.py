@@ -118,7 +118,7 @@ def describe(text: str) -> Described:
 
 
 def _describe_card(name: str, size: int, text: str) -> tuple[Device, list[str]]:
-    """The card of a description, and what it leaves open. A size alone gives what all models of that size can."""
+    """The card of a description, and what that leaves open. Without a name: the weakest card of that size."""
     if not name:
         gpus = [gpu for gpu in GPUS if size in (GB * gb for gb in gpu.memory)]
         if not gpus:

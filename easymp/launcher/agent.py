@@ -53,7 +53,7 @@ class RanksFailed(Exception):
         self.failure, self.size, self.node = failure, size, node
 
     def explain(self) -> str:
-        """A line that names the failure, and its own text unless it was another node's."""
+        """A line that names the rank that failed. Its error text follows, if the rank ran on this node."""
         node = f", on {self.node}" if self.node else ""
         line = f"rank {self.failure.rank} of {self.size} failed first{node}: {self.failure.summary}"
         return f"{line}; the launcher there says more" if self.node else f"{line}\n{self.failure.text}".rstrip()

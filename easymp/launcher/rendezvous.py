@@ -240,7 +240,7 @@ class SingleNode:
             check_port_is_free(config)
 
     def next_rendezvous(self) -> Any:
-        """A round in which the ranks meet; from the second on because one failed."""
+        """Let the ranks meet. Each call after the first means that a rank failed."""
         from torch.distributed import HashStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
@@ -321,7 +321,7 @@ class MultiNode(SingleNode):
         self._report_number = 0  # of our report
 
     def next_rendezvous(self) -> Any:
-        """A round in which the nodes meet; from the second on because a rank failed, or a node came or went."""
+        """Let the nodes meet. Each call after the first means that a rank failed, or that a node came or went."""
         from torch.distributed import PrefixStore
         from torch.distributed.elastic import rendezvous
 

@@ -31,7 +31,7 @@ PATIENCE = 20.0  # seconds to wait for the other ranks' answers
 
 
 class Preemption(Part):
-    """Saves the run and ends it, at the first body's end after a signal that no rank had passed.
+    """Saves the run and ends it after a signal, at the end of a loop body that all ranks still have before them.
 
     Args:
         save_on_signal: True: from the beginning; None: from `resume` on.

@@ -51,9 +51,9 @@ class History:
     def judge(self, current: Tensor, factor: float, scaled: bool) -> Tensor:
         """Compare `current` [2] with the former values, and add it to them.
 
-        Returns float32 [5]: above 0 if it is a spike, `current`, and the limits, which are infinite in the first half
-        of the window and where most former values are equal. With `scaled`, numbers that are not finite are left to
-        the loss scale.
+        Returns float32 [5]: 1 for a spike, else 0; `current`; its two limits. A limit is infinite in the first half of
+        the window, and where most former values are equal. Numbers that are not finite are spikes, unless `scaled`
+        (the loss scale answers to them).
         """
         window = self.values.shape[1]
         limit = torch.full_like(current, torch.inf)

@@ -166,7 +166,7 @@ def as_listed(
 
 @cache
 def _attention() -> Callable[..., Any]:
-    """Multi-head attention of torch without its dispatch to the mode, which would recurse without end."""
+    """torch's multi_head_attention_forward without its check for modes: our mode would call itself without end."""
     original = functional.multi_head_attention_forward
     names = {**original.__globals__, "has_torch_function": lambda _: False}
     function = FunctionType(original.__code__, names, original.__name__, original.__defaults__)

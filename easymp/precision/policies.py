@@ -232,7 +232,7 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
 
 @contextmanager
 def upcast_again(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` sees the same parameters when it is recomputed without its hooks."""
+    """Upcast the weights of `module` as its hooks do, for a recomputation that runs without hooks."""
     hook_owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     upcasts = [owner for owner in hook_owners if isinstance(owner, Upcast)]
     for upcast in upcasts:

@@ -247,7 +247,7 @@ class Scaler:
 
     @contextmanager
     def _as_after_update(self) -> Iterator[None]:
-        """Inside, scale and counters are as the next backward of a run will make them; afterwards as before."""
+        """Inside, scale and counters hold their values after the pending update; afterwards their own again."""
         found_inf = self._found_inf() if self._in_run and self._has_stepped() else None
         if found_inf is None or self._tensors is None:
             yield

@@ -350,7 +350,7 @@ class Departure(BaseException):
 
 
 class StageForward(nn.Module):
-    """The submodule of torch's stage `index`: calls that part of the model. `module` calls the user's `root`."""
+    """Module of torch's stage number `index`. It runs that part of the user's model `root`, by way of `module`."""
 
     def __init__(
         self, module: nn.Module, root: nn.Module, cuts: Cuts, candidates: Mapping[str, nn.Module], index: int
@@ -375,7 +375,7 @@ class StageForward(nn.Module):
         return iter(self._parameters_used)
 
     def forward(self, *received: Tensor) -> Any:
-        """The tensors of micro-batch `current` for the next stage, or what the batch makes of the model's output."""
+        """Compute micro-batch `current`: tensors for the next stage, or on the last stage the batch's result."""
         batch, chunk = self.current
         if batch.error is None:
             try:

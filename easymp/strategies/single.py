@@ -319,7 +319,7 @@ def clip_to_norm(
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, equal on all ranks.
 
-    An element that c ranks hold has weight 1/c: (Σ_ranks Σ_local |x|^p / c)^(1/p). `count` is as `Single._copies`.
+    The norm is (Σ_ranks Σ_local |x|^p / c)^(1/p), where c ranks hold the element x. `count` returns c of a parameter.
     """
     for parameter in parameters:
         settle(parameter)

@@ -63,7 +63,7 @@ class JsonLines:
         logger.info("rows are logged to %s", self.path)
 
     def _continue(self, position: Mapping[str, Any]) -> list[Any] | None:
-        """Open and cut the file of the resumed run and return its starts; None if it is not here."""
+        """Open the resumed run's file, cut it at the checkpoint, and return its starts; None if it is not here."""
         path = self._folder / position["file"]
         try:
             description = json.loads(_description(path).read_text(encoding="utf-8"))

@@ -240,7 +240,7 @@ class Logbook(Part):
 
     @property
     def trackers(self) -> dict[str, Any]:
-        """The started trackers by name; for the script's own ones its objects."""
+        """The started trackers by name. A tracker of the script is the object that the script passed."""
         trackers = {name: t.wrapped if name in self.script_trackers else t for name, t in self._started().items()}
         self._complain()
         return trackers

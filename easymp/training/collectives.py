@@ -412,7 +412,7 @@ def _together(
 
 
 def _form(leaf: Any, free: int | None) -> str:
-    """What must be equal of a leaf on all ranks: ``"float32[2, 3]"``, and the device's type unless it is the CPU."""
+    """Dtype, shape and device of a leaf as text, for example ``"float32[2, *] on cuda"``; dimension `free` is ``*``."""
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
     shape = [str(length) for length in leaf.shape]

@@ -367,7 +367,7 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
 
 
 class AutoStrategy:
-    """Chooses the strategy of a run by memory. The planned one stays where it is not `free`: its options were given."""
+    """Chooses the strategy of a run by memory. The planned one stays unless `free`: its options were given."""
 
     def __init__(self, run: Run, precision: Precision, free: bool) -> None:
         self._run, self._precision, self._free = run, precision, free

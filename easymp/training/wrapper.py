@@ -137,9 +137,9 @@ class Route:
 
     @contextmanager
     def instead(self, name: str) -> Iterator[None]:
-        """A context in which the next call of the original's forward calls its method `name`.
+        """Inside, the next call of the wrapped model's forward runs the original's method `name` in its place.
 
-        torch.compile of a whole model has compiled forward: its method runs as it is, with compiled blocks.
+        torch.compile of the whole model holds for forward only: the method runs uncompiled, compiled blocks stay.
         """
         original, attributes = self.original, vars(self.original)
         before = {"forward": attributes["forward"]} if "forward" in attributes else {}

@@ -152,9 +152,9 @@ def _compare_metric(reference: Summary, plan: Summary, metric: Metric) -> tuple[
 
 
 def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], repeatable: bool) -> Verdict:
-    """Recommend the fastest plan with a result that is not worse; of equals the reference, else one that follows.
+    """Recommend the fastest plan that is not worse; among equally fast ones the reference, else one that follows it.
 
-    The first metric for which more is better decides, else the first for which less is: an accuracy, else the loss.
+    Results are compared by the first metric for which more is better (an accuracy), else less is better (a loss).
     `repeatable`: the command has a flag for more runs.
     """
     timed = [summary for summary in summaries if summary.speeds]

@@ -306,7 +306,7 @@ ACCELERATE_RULES: dict[str, dict[str, Rule]] = {
 
 
 def _accelerate_rules() -> Rules:
-    """The rules of all keys of Accelerate's files, those of sections below their names."""
+    """The rule of each key of Accelerate's files; a section's name maps to the rules of its keys."""
     rules: dict[str, Rule | str | Rules] = dict(ACCELERATE_RULES)
     top = dict[str, Rule | str | Rules](rules.pop(""))  # type: ignore[arg-type]
     for text, keys in SENTENCES["accelerate"].items():

@@ -156,7 +156,7 @@ class ImportedSettings:
 
     @property
     def address(self) -> str:
-        """Of the current key: ``"zero_optimization.stage"``."""
+        """The current key with its sections: ``"zero_optimization.stage"``."""
         return ".".join(self.path)
 
 

@@ -183,7 +183,7 @@ class Row(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """Bytes left of the share that may be filled; negative where it does not fit."""
+        """Bytes that stay free below the usable share of memory; negative where the model does not fit."""
         return int(self.available * (1 - SPARE)) - self.need.total
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ class Runner(Part):
         self.folder, self.task = folder, task
 
     def join_run(self) -> Part:
-        """Called for each Accelerator of the script."""
+        """Return the part that joins a new Accelerator of the script; called once for each Accelerator."""
         return self
 
     def play(self) -> None:

@@ -1,4 +1,4 @@
-"""A device without memory for the fake tensors of a rehearsal, by torch's backend in Python.
+"""A device without memory, for the fake tensors of a rehearsal. It uses torch's hook for backends in Python.
 
 torch refuses an operation whose tensors are on this device and on the host, as it does with a GPU's. Its autocast has
 the lists of GPUs (https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior).
@@ -130,7 +130,7 @@ def cast(operation: Any, dtype: torch.dtype | None, *args: Any, **keywords: Any)
 
 @functools.cache
 def register(devices: int) -> tuple[torch.library.Library, ...]:
-    """Make the device known to torch, once in a process; returns the libraries of its kernels, kept by the cache."""
+    """Register the device with torch, once in a process. The cache keeps the returned libraries of kernels alive."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module(devices))
     library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     for names, dtype in ((HALF, None), (FLOAT, torch.float32)):

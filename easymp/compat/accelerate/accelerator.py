@@ -69,7 +69,7 @@ def to_fp32(tensor: Tensor) -> Tensor:
 
 
 class AcceleratedScheduler(PreparedScheduler):
-    """Scheduler by Accelerate's rule: a call at a window's end steps once a process, unless the update was skipped."""
+    """Scheduler by Accelerate's rule: a call at a window's end makes `steps` steps, unless the update was skipped."""
 
     def __init__(self, scheduler: Any, optimizers: Sequence[Any], with_optimizer: bool = True, steps: int = 1) -> None:
         super().__init__(scheduler, optimizers)
@@ -92,7 +92,7 @@ class AcceleratedScheduler(PreparedScheduler):
 
 
 def _current() -> Any:
-    """The open Accelerator, for which a pickled one stands."""
+    """The open Accelerator: an unpickled Accelerator becomes this one."""
     if not accelerators():
         raise StepError("a pickled Accelerator stands for the one that is open, and none is: make one first")
     return accelerators()[-1]

@@ -212,6 +212,6 @@ class GradientState(View):
 
     @property
     def remainder(self) -> int:
-        """As the loader's that is being read; -1 outside of such loops."""
+        """`remainder` of the loader that is being read; -1 while none is read."""
         loader = self._window.reading
         return -1 if loader is None else loader.remainder

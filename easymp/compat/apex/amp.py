@@ -100,7 +100,7 @@ def init(
 
 
 def _cast_decorators(rule: Cast, prefix: str) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """A decorator that casts a function's arguments by `rule`, and a function that puts it on a module's function."""
+    """A decorator that casts a function's arguments by `rule`, and a function that decorates ``module.name``."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -134,7 +134,7 @@ promote_function, register_promote_function = _cast_decorators(Cast.WIDEST, "pro
 
 
 class LossScaler:
-    """The scale of the loss number `index`, which moves at the end of each `scale_loss`; a number is constant."""
+    """Scale of loss number `index`: "dynamic" moves at the end of each `scale_loss`; a number stays constant."""
 
     def __init__(
         self, loss_scale: float | str, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
@@ -275,7 +275,7 @@ class ScaledGradients:
         return [p for p in parameters_of(self._optimizer) if p.grad is not None]
 
     def begin(self, scaler: LossScaler) -> None:
-        """Put present gradients aside before scaled ones come, unless they are scaled, too."""
+        """Stash the unscaled gradients before a scaled backward. Gradients scaled by the same `scaler` stay."""
         if self.scaler is scaler:
             return
         if self.scaler is not None:

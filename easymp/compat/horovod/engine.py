@@ -289,7 +289,7 @@ class Engine:
             thread.start()
 
     def open(self, ranks: Sequence[int]) -> None:
-        """Connect these ranks, or all of them for ``()``; every rank calls it."""
+        """Make the collectives of these ranks; ``()`` means all. Every rank of the world calls it."""
         members = ranks or range(self._world.size)
         group = self._world.group(members) if self._world.size > 1 else None
         if self._world.rank in members:
