@@ -730,9 +730,7 @@ class Accelerator(Collectives, Checkpoints):
             yield
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
-        """Record the block with torch.profiler, on all ranks or on some.
-
-        Writes a Chrome trace a rank.
+        """Record the block with torch.profiler, on all ranks or on some; each of these writes a Chrome trace.
 
         Args:
             profile_handler: what to record and when. None: three steps after two, memory included.
@@ -757,9 +755,7 @@ class Accelerator(Collectives, Checkpoints):
     def init_trackers(
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Name the run, and log its hyperparameters, plan, machine and easymp's version.
-
-        Without this call its name is "log".
+        """Name the run ("log" without this call), and log its hyperparameters, plan, machine and easymp's version.
 
         Args:
             project_name: names files, and projects and experiments of services.

@@ -163,10 +163,15 @@ def plan_files(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
     for key in sorted(holders, key=sizes.__getitem__, reverse=True):
         writers[key] = holders[key][0] if key[0] in differing else min(holders[key], key=rank_bytes.__getitem__)
         rank_bytes[writers[key]] += sizes[key]
+    return _lay_out_files(specs, writers)
+
+
+def _lay_out_files(specs: Mapping[str, tuple[torch.dtype, Shape]], writers: Mapping[tuple[str, Box], int]) -> SavePlan:
+    """Place the chunks in files: one file for each rank that writes, and each first part of a tensor's name."""
     by_group: dict[str, dict[int, list[tuple[str, Box]]]] = {}
     for (name, box), rank in writers.items():
         # An empty box of a tensor with elements needs no place.
-        if sizes[name, box] or not prod(specs[name][1]):
+        if prod(box.shape) or not prod(specs[name][1]):
             by_group.setdefault(name.partition("/")[0], {}).setdefault(rank, []).append((name, box))
     files: list[FilePlan] = []
     stored: dict[str, list[Chunk]] = {name: [] for name in specs}

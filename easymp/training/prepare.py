@@ -283,14 +283,17 @@ class Preparation:
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
-        has_low = self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
-        if strategy.sums and has_low:
-            all_parameters = (p for route in self.models for p in route.original.parameters())
-            self.sums.watch([p for p in all_parameters if p.requires_grad])
-            choice = self._run.plan.accumulation
-            if choice.value > 1 and not choice.reason.endswith(IN_FP32):
-                self._run.refine("accumulation", choice.reason + IN_FP32)
+        if strategy.sums and (self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())):
+            self._sum_in_fp32()
         return route.view
+
+    def _sum_in_fp32(self) -> None:
+        """Sum all models' gradients in fp32 over a window, since one of them has low-precision parameters."""
+        all_parameters = (p for route in self.models for p in route.original.parameters())
+        self.sums.watch([p for p in all_parameters if p.requires_grad])
+        choice = self._run.plan.accumulation
+        if choice.value > 1 and not choice.reason.endswith(IN_FP32):
+            self._run.refine("accumulation", choice.reason + IN_FP32)
 
     def _note_weights(self, note: str) -> None:
         self._weights_notes.append(note)
