@@ -201,7 +201,7 @@ def _precision(settings: Settings, facts: Facts) -> Choice[str]:
 
 
 def _automatic(facts: Facts) -> tuple[str, str]:
-    """The precision that "auto" takes here, and the reason: a rule, so that a run does not depend on the load."""
+    """The precision for "auto", and the reason. It follows a rule; a measurement would depend on the machine's load."""
     cpu = facts.hardware.cpu
     if facts.device == "cpu" and "amx_bf16" in cpu.features:
         return "bf16", "this CPU has AMX tiles for bf16"

@@ -62,7 +62,7 @@ class Statement(NamedTuple):
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """The statements of a TOML file whose last line has an end, in order."""
+    """Yield the statements of a TOML file in order. `text` ends with a newline."""
     at, table = 0, tuple[str, ...]()
     while at < len(text):
         end, found = text.index("\n", at), STATEMENT.match(text, at)

@@ -47,7 +47,7 @@ LOADERS = "where loaders stood (Accelerate's folders do not say it; go on with s
 
 
 def read_folder(folder: str | os.PathLike[str], allow_pickle: bool = False) -> dict[str, dict[int, Any]]:
-    """The state dicts in a local folder by kind, a key of SERIES or "scaler", and number; tensors on the CPU."""
+    """The state dicts in a local folder: kind (a key of SERIES, or "scaler") → number → state dict, on the CPU."""
     path = Path(folder)
     try:
         names = sorted(os.listdir(path))

@@ -148,7 +148,7 @@ def refuse_foreign(target: Storage, name: str) -> None:
 
 
 def retain(target: Storage, record: SaveRecord, limit: int | None) -> None:
-    """Write the hint `latest`, and keep only the last `limit` others on the line of `record`. Errors are logged."""
+    """Write the hint `latest`; of checkpoints before `record` keep only the last `limit`. Errors are logged."""
     if folders.step_of(record.folder) is None:
         return
     try:

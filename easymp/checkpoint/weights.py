@@ -147,7 +147,7 @@ def _read_device(device_map: Any) -> torch.device:
 
 
 def _check_twins(source: Source, matched: Sequence[LiveTensor]) -> None:
-    """Check that tensors in the files that the model ties have equal values."""
+    """Check that stored tensors have equal values, if the model has one parameter for them (tied weights)."""
     for tensor in matched:
         for name, twin in tensor.twins.items():
             pair = [

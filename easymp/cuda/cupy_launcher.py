@@ -26,7 +26,7 @@ WHEELS = {"cupy": None, **{f"cupy-cuda{major}x": major for major in range(11, 20
 
 
 class Facts(NamedTuple):
-    """The grounds of `unavailable`."""
+    """What `unavailable` decides by."""
 
     cuda: str | None  # the version that torch was built for, as torch.version has it
     hip: str | None

@@ -296,7 +296,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def supports(tensor: Tensor, device: torch.device) -> bool:
-    """Whether kernels on `device` read `tensor`: strided float32, bfloat16 or float16, without own operations."""
+    """Whether kernels on `device` read `tensor`: strided, of a dtype of TYPES, without a ``__torch_dispatch__``."""
     return (
         tensor.device == device
         and tensor.dtype in TYPES

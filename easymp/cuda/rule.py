@@ -98,7 +98,7 @@ class Rule:
 
     @property
     def constants(self) -> list[str]:
-        """Numbers of a tensor that `update` reads."""
+        """Names of the per-tensor numbers that `element` reads."""
         read = set(re.findall(r"\w+", self.element))
         return [*self.computed, *(name for name in ("lr", *self.numbers) if name in read)]
 

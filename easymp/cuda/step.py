@@ -50,7 +50,7 @@ class _Moved(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """One parameter in the tables."""
+    """The place of one parameter in the tables of `lay_out`."""
 
     position: int  # among those with gradients
     row: Row

@@ -104,7 +104,7 @@ class Cutter(IterableDataset[Any]):
 
 
 def collated(collate: Callable[[Any], Any], worker_round: WorkerRound) -> WorkerRound:
-    """`worker_round` with batches that the user's function has collated."""
+    """A copy of `worker_round` with its batches collated by `collate`."""
     return worker_round._replace(batches=[collate(batch) for batch in worker_round.batches])
 
 

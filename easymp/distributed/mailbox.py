@@ -140,7 +140,7 @@ class Mailbox:
     # -- values of all ranks
 
     def of_ranks(self, key: str) -> list[str]:
-        """``key/rank`` of all ranks."""
+        """Return ``f"{key}/{rank}"`` for each rank."""
         return [f"{key}/{rank}" for rank in range(self.size)]
 
     def barrier(self, key: str, seconds: float = inf, value: bytes = b"") -> None:

@@ -376,14 +376,14 @@ class MultiNode(SingleNode):
 
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Make requests to the store inside. Where it is gone, the rest of the block is left out."""
+        """Guard a block of requests to the store: if the store is gone, note that, and skip the rest of the block."""
         try:
             yield
         except RuntimeError:  # torch's RendezvousError is one, too
             self._lost = True
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that want to join. Where the main node is done and gone, the ranks here run to their own end."""
+        """Number of nodes that want to join; 0 after the main node ended, so that the ranks here run to their end."""
         if self._lost or time.monotonic() - self._last_look < LOOK:
             return 0
         self._last_look = time.monotonic()

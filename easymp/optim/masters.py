@@ -72,7 +72,7 @@ class Masters:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take over the elements of parameters that are not their masters, rounded. Nothing waits for the device."""
+        """Copy to masters the elements that the script changed in parameters. Does not wait for the device."""
         for parameter, master in self._pairs:
             weight, wide = local(parameter), local(master)
             rounded = wide.to(weight.dtype)
@@ -210,7 +210,7 @@ class Sums:
         self._handed_over = False
 
     def watch(self, parameters: list[Tensor]) -> None:
-        """Sum the gradients of `parameters`: all that may train, low-precision or not."""
+        """Begin to sum gradients. `parameters` are all trainable ones of the run, low-precision or not."""
         self.on, self._parameters = True, parameters
 
     def begin(self) -> None:

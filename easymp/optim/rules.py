@@ -212,7 +212,7 @@ AT_ONCE = 2**22  # elements that are stepped, and have fp32 copies, at a time
 
 
 class Lists:
-    """A number for each element of several tensors, times a factor, with arithmetic by foreach.
+    """Tensors times one factor, with arithmetic by torch's foreach functions, element by element.
 
     The other operand is another list, a number, or a tensor with a number for each tensor or for all. Numbers are
     multiplied into the factor, and terms that are 0 left out, as in torch's steps.

@@ -294,7 +294,7 @@ class ShardedOptimizer(WrappingOptimizer):
         return None if parameter.grad is None else self._shard(parameter, parameter.grad)
 
     def offset_of(self, shard: Tensor) -> int:
-        """The number of the first element of this rank's rows in the memory of the whole parameter."""
+        """Offset of this rank's rows, in elements, from the beginning of the whole parameter's memory."""
         return int(shard.storage_offset()) - int(self._parameters[id(shard)].storage_offset())
 
     @property

@@ -225,7 +225,7 @@ class Clip:
         self._snapshots = [Snapshot(parameter) for parameter, _ in gradients]
 
     def gradients(self) -> list[Tensor]:
-        """Those of the gradients that are still present; StepError where one was changed."""
+        """The gradients, without those that were cleared since; StepError if one was changed."""
         present: list[Any] = []
         for snapshot in self._snapshots:
             if snapshot.unchanged:

@@ -1,6 +1,6 @@
-"""Python's garbage collection in a run: what is there after the first update is frozen, and it runs every 500th.
+"""Python's garbage collection in a run: objects of the first update are frozen, and it runs at every 500th update.
 
-In between it would stop a rank at any time, and the others with it; and it would look through all modules again.
+Automatic collections stop one rank at any time, so that the others wait; and they look through all modules again.
 """
 
 from __future__ import annotations

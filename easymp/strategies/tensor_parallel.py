@@ -382,7 +382,7 @@ def gathered(model: nn.Module, size: int) -> dict[str, str]:
 
 
 def _inside_atoms(model: nn.Module) -> dict[int, str]:
-    """id of each module inside of one that reads its parts' weights without calling them → the class of that one."""
+    """id of a submodule of one of ATOMS (which read weights of submodules without calling them) → the atom's class."""
     atoms = [m for m in model.modules() if isinstance(m, ATOMS)]
     return {id(m): type(atom).__name__ for atom in atoms for m in atom.modules() if m is not atom}
 

@@ -178,7 +178,7 @@ def unregister(run: Run) -> None:
 
 
 def close_runs(condition: Callable[[Run], bool]) -> None:
-    """Close those runs that states opened by themselves."""
+    """Close the runs that meet `condition` and have no Accelerator, such as those of `PartialState()`."""
     for run in [run for run in OPEN_RUNS.values() if run.accelerator() is None and condition(run)]:
         unregister(run)
         run.world.close()

@@ -234,7 +234,7 @@ def make_view(route: Route, methods: Sequence[str], sharded: bool, always: bool)
 
 
 class _View:
-    """Methods of all views, before those of their own class."""
+    """First base of the class of every view: its methods come before those of the model's class."""
 
     __slots__ = ()
     _easymp_route: Route

@@ -372,9 +372,9 @@ def ask(question: Question, draft: Draft, default: Any) -> Any:
 
 
 def _print_plan(title: str, draft: Draft, unless: Sequence[Sequence[str]] = ()) -> list[list[str]]:
-    """Print the plan under a title, where its rows are not `unless`; return the rows.
+    """Print the plan under a title, if its rows differ from `unless`; return the rows.
 
-    They have a decision, and its value with the reason. Two columns: three are too many for 40 characters.
+    Columns: the decision; its value with the reason. A third column would not fit into 40 characters.
     """
     smallest, largest = draft.nodes
     count = str(largest) if smallest == largest else f"{smallest} to {largest}"

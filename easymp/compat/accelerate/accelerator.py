@@ -304,7 +304,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     # -- models and batches
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """As `easymp.Accelerator.free_memory`; a list, also of one object or none."""
+        """As `easymp.Accelerator.free_memory`, but always returns a list."""
         for model in self._evaluated:
             extract_model_from_parallel(model, keep_fp32_wrapper=False)  # its own forward again
         self._evaluated.clear()

@@ -233,7 +233,7 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``loss_scaler0``, ``loss_scaler1`` … → {"loss_scale", "unskipped"}; in `destination`, if given."""
+    """``{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …}``; written into `destination` if given."""
     destination = {} if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
         destination[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}

@@ -100,7 +100,7 @@ class _Distributed:
     _hooked: set[Tensor]
 
     def _register_hooks(self: Any) -> None:
-        """On all parameters, for as long as the optimizer lives."""
+        """Register gradient hooks on all parameters. They are removed when the optimizer is garbage."""
         arrived: Any = weakref.WeakMethod(self._gradient_arrived)
         for parameter in self._names if self._active else ():
             if parameter.requires_grad and parameter not in self._hooked:

@@ -369,7 +369,7 @@ class Fabric(Checkpoints):
 
     @contextmanager
     def init_tensor(self) -> Iterator[None]:
-        """Inside, new tensors are on the device of this rank, in the precision's dtype where weights have it."""
+        """Inside, new tensors are on this rank's device; under "bf16-true" and "O3" they have its dtype."""
         default = torch.get_default_dtype()
         with self.device:
             torch.set_default_dtype(TRUE_HALVES.get(self.easymp._precision.name, default))
