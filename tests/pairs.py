@@ -130,6 +130,8 @@ def excluded() -> dict[str, frozenset[str]]:
         frozenset(("local_sgd", "batchnorm")),
         # These are "bf16-true, rounded".
         frozenset(("bf16-true", "stochastic_rounding")),
+        # Of several ranks only those of ddp join, which steps in no backward.
+        frozenset(("optimizer_in_backward", "joined")),
         # Refused where ranks share Muon's step, and where a window sums gradients, but not else.
         frozenset(("optimizer_in_backward", "muon")),
         frozenset(("sparse", "bf16-true, rounded")),

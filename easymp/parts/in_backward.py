@@ -59,7 +59,6 @@ class StepInBackward(Part):
         Conflict(NAME, UNROUNDED, TOGETHER, "Use bf16, which keeps weights in fp32, or leave it out"),
         Conflict(NAME, "stochastic_rounding", f"{EARLY} the draws are for all parameters in their order", LEAVE_OUT),
         Conflict(NAME, "no_sync()", f"{EARLY} no_sync keeps gradients for a later step", LEAVE_OUT),
-        Conflict(NAME, "join_uneven_inputs()", f"{EARLY} ranks that are done would have to join each step", LEAVE_OUT),
         Conflict(NAME, "step(closure)", "the backward in the closure steps already", LEAVE_OUT),
         Conflict(NAME, "guard", f"{EARLY} the guard judges all gradients before the step", LEAVE_OUT),
         *(

@@ -234,7 +234,7 @@ def test_it_says_what_a_rank_would_do(tmp_path: Path, capsys: Any) -> None:
     parameters = sum(a * b + b for a, b in layers)
     assert first["bytes"]["weights"] == pytest.approx(4 * parameters / 64, rel=0.05)
     assert first["bytes"]["states"] == pytest.approx(2 * first["bytes"]["weights"], rel=0.05)
-    assert first["samples"] == 16 and first["waits"]["train.py:26"] == 1  # float(fake.mean())
+    assert first["samples"] == 16 and first["waits"]["train.py:24"] == 1  # float(fake.mean())
     assert first["plan"]["precision"]["value"] == "bf16" and first["peak"] > sum(first["bytes"].values()) / 2
     assert {row["kind"] for row in last["collectives"] if row["when"] == "update"} >= {"all_gather", "reduce_scatter"}
     (tmp_path / "train.py").write_text(START + GAN)
