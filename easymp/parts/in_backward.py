@@ -82,7 +82,7 @@ class StepInBackward(Part):
             if isinstance(optimizer, PreparedOptimizer):
                 check_steps_alone(optimizer, self.run.world.size)
                 models = [route.original for route in self.run.prepared.models]
-                need = self.run.prepared.need
+                need = self.run.prepared.memory_need
                 whole, largest = (need(models, optimizer_in_backward=early).gradients for early in (False, True))
                 gradients = f"{size(largest)} of gradients at once instead of {size(whole)}"
                 reason = f"{self.run.plan.optimizer.reason}; each parameter is stepped in backward: {gradients}"
