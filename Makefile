@@ -93,5 +93,6 @@ gpu: setup
 	$(BIN)/python benchmarks/gpu.py --keep
 
 clean:
-	rm -rf .venv $(DOCS) build dist site sbom.cdx.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(DOCS) build dist site sbom.cdx.json *.egg-info .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

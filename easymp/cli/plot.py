@@ -126,7 +126,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
             reason = "no run has logged JSON lines below it" if path.is_dir() else "there is no such file or folder"
             problems.append(f"{path}: {reason}. Pass the file of rows (log.jsonl), or the run's folder")
     # As much of each path as tells the files apart; the folder alone stands for its log.jsonl.
-    parts = [[*file.parts[:-1], *([file.stem] if file.stem != "log" else [])] for file in files]
+    parts = [file.parent.parts if file.stem == "log" else file.with_suffix("").parts for file in files]
     depth = 1
     while depth < max(map(len, parts), default=0) and len({tuple(p[-depth:]) for p in parts}) < len(parts):
         depth += 1

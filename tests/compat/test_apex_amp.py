@@ -270,7 +270,7 @@ def test_a_scale_that_was_given_stays_and_skips_nothing():
     backward(model(tensor(2.0)).sum(), optimizer)
     optimizer.step()
     assert model.weight.item() == 0.5  # 1 - 0.25 × 2
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
     optimizer.zero_grad()
     backward(model(tensor(1.0)).sum() * math.inf, optimizer)
     optimizer.step()

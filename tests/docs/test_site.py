@@ -37,7 +37,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module", params=BUILDERS)
 def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     if not PYTHON.exists():
-        pytest.skip("`make docs` makes .venv-docs, which builds the site")
+        pytest.skip("optional packages are not installed: the group docs, which `make docs` puts into .venv-docs")
     folder = tmp_path_factory.mktemp("site")
     command = [str(PYTHON), *BUILDERS[request.param], str(folder)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=250)

@@ -17,7 +17,9 @@ def test_the_residual_network_learns_the_shapes(ranks: Ranks) -> None:
 
 
 def test_the_language_model_learns(ranks: Ranks) -> None:
-    pytest.importorskip("transformers", reason="transformers, of the group pages, is not installed")
+    pytest.importorskip(
+        "transformers", reason="an optional package is not installed: transformers (of the group pages)"
+    )
     printed, _ = ranks(within, "examples/finetune.py")
     losses = [float(loss) for loss in re.findall(r"update \d+: loss ([0-9.]+)", printed)]
     assert losses[-1] < losses[0] < 4

@@ -357,7 +357,8 @@ def make_page(comparison: Comparison, panels: Sequence[Panel]) -> str:
     decisions = dict.fromkeys(name for plan in choices for name, choice in plan.items() if isinstance(choice, dict))
     rows = [["decision", *names]]
     for name in decisions:
-        rows.append([name, *((plan[name]["value"], plan[name]["reason"]) if name in plan else "–" for plan in choices)])
+        chosen = [plan.get(name) for plan in choices]
+        rows.append([name, *("–" if choice is None else (choice["value"], choice["reason"]) for choice in chosen)])
     sections.append(Section("The plans", rows, words=True))
     if machine := comparison.machine:
         devices = [f"{device['name']}, {size(device['memory'])}" for device in machine["devices"]]

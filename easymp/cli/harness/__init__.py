@@ -87,7 +87,9 @@ class Script(NamedTuple):
     def command(self, *launcher: str) -> list[str]:
         """The command that runs it in one process, or by the module `launcher`."""
         words = [self.path, *self.arguments]
-        return [sys.executable, *launcher, *(["-m", *words] if self.module else words)]
+        if self.module:
+            words.insert(0, "-m")
+        return [sys.executable, *launcher, *words]
 
     def launch(self, processes: int | None) -> list[str]:
         """The command that runs it on so many processes; None: one an accelerator, or one without any."""

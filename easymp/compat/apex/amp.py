@@ -146,13 +146,30 @@ class LossScaler:
             first = min(2.0**16, max_loss_scale)
             rule = GradScalerKwargs(init_scale=first, min_scale=min_loss_scale or 0.0, max_scale=max_loss_scale)
         self.scaler = Scaler(rule)
+        self._blocks = 0  # under a constant scale
 
     def loss_scale(self) -> float:
         """The factor of the loss. Waits for the device."""
         return self.scaler.get_scale()
 
     _loss_scale = property(loss_scale, lambda self, scale: self.scaler.update(scale))
-    _unskipped = property(lambda self: int(self.scaler.state_dict()["_growth_tracker"]))  # good blocks at this scale
+
+    @property
+    def _unskipped(self) -> int:
+        """Good blocks since the scale last moved; of a constant scale, all blocks."""
+        return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._blocks
+
+    def advance(self, found_inf: Tensor) -> bool:
+        """Move the scale; whether steps are to be skipped, since `found_inf` is above 0. Waits for the device."""
+        if not self.dynamic:
+            self._blocks += 1
+            return False
+        self.scaler.advance(found_inf)
+        return bool(found_inf.item())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
+        self._blocks = int(state["unskipped"])
 
 
 class Properties(SimpleNamespace):
@@ -249,7 +266,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         entries = f"state_dict contains {len(state_dict)} entries"
         maybe_print(f"Warning: {entries}, while {len(scalers)} loss_scalers are used")
     for scaler, state in zip(scalers, state_dict.values()):
-        scaler.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
+        scaler.load_state_dict(state)
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -437,8 +454,7 @@ def scale_loss(
         gradients.masters.gather(free=True)
     scaled = [p.grad for gradients in by_optimizer for p in gradients.parameters() if p.grad is not None]
     found_inf = scaler.scaler.divide(scaled, loss.device)
-    scaler.scaler.advance(found_inf)
-    overflows = scaler.dynamic and bool(found_inf.item())
+    overflows = scaler.advance(found_inf)
     for gradients in by_optimizer:
         gradients.end()
         gradients.overflow = scaler if overflows else gradients.overflow

@@ -245,25 +245,21 @@ def _reducescatter(
     return _Operation(_reduction("reducescatter", name, op, prescale_factor, postscale_factor, process_set), backward)
 
 
-allreduce, allreduce_ = _public(_allreduce, "allreduce"), _public(_allreduce, "allreduce_")
-allreduce_async, allreduce_async_ = _public(_allreduce, "allreduce_async"), _public(_allreduce, "allreduce_async_")
-grouped_allreduce, grouped_allreduce_ = (
-    _public(_allreduce, "grouped_allreduce"),
-    _public(_allreduce, "grouped_allreduce_"),
+def _forms(operation: Callable[..., _Operation], name: str, in_place: bool = False) -> list[Callable[..., Any]]:
+    """`operation` as `name` and as a handle, ``name_async``; with `in_place` also ``name_`` and ``name_async_``."""
+    endings = ("", "_", "_async", "_async_") if in_place else ("", "_async")
+    return [_public(operation, name + ending) for ending in endings]
+
+
+allreduce, allreduce_, allreduce_async, allreduce_async_ = _forms(_allreduce, "allreduce", in_place=True)
+grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_ = _forms(
+    _allreduce, "grouped_allreduce", in_place=True
 )
-grouped_allreduce_async = _public(_allreduce, "grouped_allreduce_async")
-grouped_allreduce_async_ = _public(_allreduce, "grouped_allreduce_async_")
-allgather, allgather_async = _public(_allgather, "allgather"), _public(_allgather, "allgather_async")
-grouped_allgather = _public(_allgather, "grouped_allgather")
-grouped_allgather_async = _public(_allgather, "grouped_allgather_async")
-broadcast, broadcast_ = _public(_broadcast, "broadcast"), _public(_broadcast, "broadcast_")
-broadcast_async, broadcast_async_ = _public(_broadcast, "broadcast_async"), _public(_broadcast, "broadcast_async_")
-reducescatter, reducescatter_async = (
-    _public(_reducescatter, "reducescatter"),
-    _public(_reducescatter, "reducescatter_async"),
-)
-grouped_reducescatter = _public(_reducescatter, "grouped_reducescatter")
-grouped_reducescatter_async = _public(_reducescatter, "grouped_reducescatter_async")
+broadcast, broadcast_, broadcast_async, broadcast_async_ = _forms(_broadcast, "broadcast", in_place=True)
+allgather, allgather_async = _forms(_allgather, "allgather")
+grouped_allgather, grouped_allgather_async = _forms(_allgather, "grouped_allgather")
+reducescatter, reducescatter_async = _forms(_reducescatter, "reducescatter")
+grouped_reducescatter, grouped_reducescatter_async = _forms(_reducescatter, "grouped_reducescatter")
 
 
 def sparse_allreduce_async(
