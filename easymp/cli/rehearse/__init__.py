@@ -55,6 +55,7 @@ LEGEND = (
     "Each kind at its largest, and the peak of an update; communication: buffers of collectives; activations: with "
     "whole gradients of a block and other short-lived tensors. Samples: that a rank reads in an update."
 )
+NO_DEVICE = "This torch is too old to find tensors on a wrong device and waits for the device: update torch. "
 # These need the other ranks, files or time.
 OFF = {
     **dict.fromkeys(("replica_check", "hang_after", "replay"), "0"),
@@ -257,5 +258,7 @@ def show(record: Mapping[str, Any]) -> None:
         batch = f"An update reads {first['batch']} samples over all ranks. " if first["batch"] else ""
         places = ", ".join(f"{line} ({number})" for line, number in first["waits"].items())
         waits = f"In it the host waits for the device, which takes time: {places}. " if places else ""
+        if first["device"] == "cpu" and not first["plan"]["device"]["value"].startswith("cpu"):
+            waits = NO_DEVICE
         print(wrap(f"\n{batch}{waits}Rehearsed in {duration(record['seconds'])}."))
     print(headline(record["sentence"], CODES.index(record["verdict"])))

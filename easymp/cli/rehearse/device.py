@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 ATEN = torch.ops.aten
 NAME = "card"
-IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # torch 2.10 or later
+IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")  # not in older versions of torch
 HALF = """
     addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution linalg_multi_dot linalg_vecdot linear matmul mm mv prelu

@@ -289,6 +289,7 @@ class Rehearsal(Runner):
             self.device = torch.device(device.NAME, 0)
         self.watcher = Watcher(self.fakes, self.device, script)
         self.report: dict[str, Any] = {"rank": rank, "samples": 0, "updates": 0}
+        self.report["device"] = self.device.type
         self.gradient_bytes = 0  # in front of a step
 
     def run_script(self) -> dict[str, Any]:
