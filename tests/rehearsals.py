@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -32,21 +33,21 @@ training = pairs.Training(row, row["strategy"], {folder!r}, 1, False)
 with training.acc:
     training.fit(0, pairs.HALFWAY)
 """
-# Functions that wait for the device inside an update, each with the reason, as docs/guarantees.md has it.
+# Functions, by file, that wait for the device inside an update, each with the reason, as docs/guarantees.md has it.
 WAITS = {
-    "_values_changed": "updates 0 to 2 and each hundredth compare gradients with those that ranks have averaged",
-    "_judge_update": "nonfinite='raise' decides before the step",
-    "loss": "nonfinite='raise' reads the loss",
-    "any": "nonfinite='raise' asks all ranks",
-    "skipped": "a scheduler does not step where the update was skipped",
-    "stepped": "local_sgd counts updates that were not skipped",
-    "_step_by_torch": "an optimizer that does not know a loss scale steps or not",
-    "_compare_gradients": "the first step under tensor_parallel compares gradients of whole parameters",
-    "average": "low-precision parameters without a gradient on this rank may have one on others",
-    "_run_schedule": "a pipeline asks whether a stage has failed",
-    "_statistics": "SyncBatchNorm on devices that are not NVIDIA's counts its values",
-    "__init__": "DistributedDataParallel is made",
-    "join": "torch's Join asks which ranks have ended",
+    "torch_step.py _values_changed": "gradients are compared in updates 0 to 2 and each hundredth",
+    "nonfinite.py _judge_update": "nonfinite='raise' decides before the step",
+    "nonfinite.py loss": "nonfinite='raise' reads the loss",
+    "process_group.py any": "nonfinite='raise' asks all ranks",
+    "scaler.py skipped": "a scheduler does not step where the update was skipped",
+    "local_averaging.py stepped": "local_sgd counts updates that were not skipped",
+    "engine.py _step_by_torch": "an optimizer that does not know a loss scale steps or not",
+    "tensor_parallel.py _compare_gradients": "the first step compares gradients of whole parameters",
+    "masters.py average": "low-precision parameters without a gradient on this rank may have one on others",
+    "pipeline_run.py _run_schedule": "a pipeline asks whether a stage has failed",
+    "batchnorm.py _statistics": "SyncBatchNorm on devices that are not NVIDIA's counts its values",
+    "ddp.py __init__": "DistributedDataParallel is made",
+    "ddp.py join": "torch's Join asks which ranks have ended",
     "": "torch's own threads",
 }
 
@@ -66,10 +67,8 @@ def rehearse(folder: Path, number: int) -> list[str]:
         report: dict[str, Any] = rehearsal.run_script()
     pairs.close_all()
     dist.destroy_process_group()
-    callers = {wait["caller"] for wait in report["waits"]}
-    faults = [
-        f"waits at {caller}" for caller in callers if caller.partition(" ")[2] not in WAITS and "pairs.py" not in caller
-    ]
+    callers = {re.sub(r":\d+", "", wait["caller"]) for wait in report["waits"]}
+    faults = [f"waits at {caller}" for caller in callers - WAITS.keys() if not caller.startswith("pairs.py")]
     if report["end"] != ENDED:
         faults.append(report["why"].split("\n")[0])
     words = sorted(set(row.values()) - set(pairs.PLAIN.values()))

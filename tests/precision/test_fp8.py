@@ -20,6 +20,7 @@ from easymp.precision.policies import FP8, Float8Linear
 from ..words import make_accelerator
 
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
 
 
 def pair(bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
@@ -227,22 +228,49 @@ def test_what_is_implied_compiles_blocks_where_there_are_some(monkeypatch: pytes
             assert acc.plan.compiles == bool(compiled) and reason in acc.plan.compile.reason
 
 
-def one_update(strategy: str) -> tuple[float, str]:
+def two_updates(path: Path, precision: str, settings: Any) -> tuple[list[float], str]:
+    """Losses before each of two updates and after them, the second one again from a checkpoint; the plan's reason."""
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(32, 16))
+    model, losses = nn.Sequential(Block(), Block(), nn.Linear(32, 16)), []
+    x = torch.randn(8, 32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FP8, "refuse", staticmethod(lambda facts: None))
-        with make_accelerator(cpu=True, mixed_precision="fp8", strategy=strategy) as acc:
+        with make_accelerator(cpu=True, mixed_precision=precision, **settings) as acc:
             model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            acc.backward(model(x := torch.ones(8, 32)).square().mean())
-            optimizer.step()
-            return model(x).square().mean().item(), acc.plan.weights.reason
+
+            def update() -> None:
+                loss = model(x).square().mean()
+                acc.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+
+            update()
+            acc.save_state(path)
+            update()
+            acc.load_state(path)
+            update()
+            losses.append(model(x).square().mean().item())
+            return losses, acc.plan.weights.reason
 
 
-def test_shards_are_rounded_after_each_gather(ranks: Any) -> None:
-    loss, reason = ranks(one_update, "fsdp")[0]
-    assert loss == pytest.approx(one_update("single")[0], rel=0.1)
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        ({"strategy": "fsdp", "activation_checkpointing": "blocks"}, 3),  # uneven shards
+        pytest.param({"strategy": "fsdp", "compile": {"what": "blocks", "backend": "aot_eager"}}, 2, marks=SLOW),
+        pytest.param({"strategy": "hsdp", "strategy_options": {"shard_size": 2}}, 4, marks=SLOW),
+    ],
+    ids=["recomputed", "blocks compiled", "hsdp"],
+)
+def test_shards_are_rounded_after_each_gather(settings: Any, processes: int, ranks: Any, tmp_path: Path) -> None:
+    losses, reason = ranks(two_updates, tmp_path / "fp8", "fp8", settings, processes=processes)[0]
     assert reason == "gathered in bf16, and rounded for fp8 after each gather"
+    alone, _ = two_updates(tmp_path / "alone", "fp8", {})
+    half, _ = two_updates(tmp_path / "half", "bf16", {})
+    assert losses == pytest.approx(alone, rel=0.02)
+    assert losses[1] == losses[2]  # resumed to the same bits
+    assert losses != pytest.approx(half, rel=1e-4)  # which bf16 gives to the last bit on any number of processes
 
 
 @pytest.mark.gpu

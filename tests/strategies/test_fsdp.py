@@ -76,24 +76,27 @@ def test_accumulation_by_hand(ranks) -> None:
         torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
 
 
-def first_micro_batch(options: Any) -> tuple[bool, str]:
+def first_micro_batch(strategy: str, options: Any) -> tuple[bool, str]:
     """Whether the first of two micro-batches leaves reduced gradients, and what the plan says."""
-    with under("fsdp", options, steps=2, cpu=True) as acc:
+    with under(strategy, options, steps=2, cpu=True) as acc:
         model = acc.prepare(Words())
         with acc.accumulate(model):
             acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
         return model.head.weight.grad is not None, acc.plan.accumulation.reason
 
 
-def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
+@pytest.mark.parametrize(("strategy", "options", "processes"), [("fsdp", {}, 2), ("hsdp", {"shard_size": 2}, 4)])
+def test_memory_decides_when_gradients_are_reduced(ranks, strategy: str, options: Any, processes: int) -> None:
     prefix = "2 micro-batches an update"
     for memory, reduces, fit in (("2MiB", True, "do not fit"), ("1GiB", False, "fit")):
-        for reduced, reason in ranks(first_micro_batch, None, env={"EASYMP_MEMORY": memory}):
+        environment = {"EASYMP_MEMORY": memory}
+        for reduced, reason in ranks(first_micro_batch, strategy, options, processes=processes, env=environment):
             assert reduced is reduces
             schedule = "reduced to shards at each" if reduces else "whole and are reduced at the last"
             pattern = rf"{prefix}; gradients .*{schedule}: .* of whole gradients {fit} beside .* a rank of .*"
             assert re.fullmatch(pattern, reason), reason
-    for reduced, reason in ranks(first_micro_batch, {"reduce_every_micro_batch": True}):
+    options = {**options, "reduce_every_micro_batch": True}
+    for reduced, reason in ranks(first_micro_batch, strategy, options, processes=processes):
         assert reduced and reason == f"{prefix}; gradients are reduced to shards at each"
 
 
@@ -334,8 +337,10 @@ def in_turn(strategy: str, options: Any, precision: str) -> list[Any]:
 def test_the_micro_batches_of_an_update_may_use_different_parts(ranks, strategy, options, precision, processes):
     one = in_turn("single", None, "no")
     assert [g is None for g in one[:10]] == [False] * 8 + [True] * 2
-    atol = 2e-2 if precision == "bf16" else 1e-6
+    exact = precision == "no"
     for got in ranks(in_turn, strategy, options, precision, processes=processes):
-        for a, b in zip(got, one, strict=True):
+        for index, (a, b) in enumerate(zip(got, one, strict=True)):
+            # In bf16 AdamW moves what has a small gradient by another part of its rate.
+            atol = 1e-6 if exact else 6e-4 if index < 10 else 4e-3
             assert (a is None) == (b is None)
-            assert a is None or torch.allclose(a, b, rtol=1e-4, atol=atol)
+            assert a is None or torch.allclose(a, b, rtol=1e-4 if exact else 2e-2, atol=atol)
