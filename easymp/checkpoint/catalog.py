@@ -330,7 +330,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
     values = list(_compare(a, b, pairs, tick))
     one_leaves, other_leaves = _leaves_of(a.manifest), _leaves_of(b.manifest)
     states = [
-        Unequal(path, x[:LONGEST_VALUE], y[:LONGEST_VALUE])
+        Unequal(path, _shortened(x), _shortened(y))
         for path in dict.fromkeys([*one_leaves, *other_leaves])
         if (x := one_leaves.get(path, "nothing")) != (y := other_leaves.get(path, "nothing"))
     ]
@@ -401,6 +401,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(child, f"{path}/{key}".removeprefix("/"))
     else:
         yield path, repr(value)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 @dataclass(frozen=True)

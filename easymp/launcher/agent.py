@@ -16,8 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -159,10 +159,11 @@ def run(
         raise RefusedError(f"a grace of {grace:g} seconds is below 0: use 0 to kill at once")
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
     try:
-        with env.override(**worker_variables(config, threads), **variables), _SignalHandlers() as handlers:
-            for name in () if env.read("LOGLEVEL") else LOGGERS:  # the launcher's own last line says the same
-                logging.getLogger(name).addHandler(logging.NullHandler())
-                logging.getLogger(name).propagate = False
+        with (
+            env.override(**worker_variables(config, threads), **variables),
+            _SignalHandlers() as handlers,
+            _quiet_elastic(),
+        ):
             rendezvous: Any = MultiNode(config) if config.limit > 1 else SingleNode(config)
             final = True
             try:
@@ -296,3 +297,19 @@ class _SignalHandlers:
             raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
         if time.monotonic() - self._first_signal > AGAIN and self.agent is not None:
             self.agent.kill()
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Drop elastic's log lines, unless LOGLEVEL is set: the launcher's own last line says the same."""
+    loggers = [] if env.read("LOGLEVEL") else [logging.getLogger(name) for name in LOGGERS]
+    propagated, silence = [logger.propagate for logger in loggers], logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, propagated):
+            logger.removeHandler(silence)
+            logger.propagate = propagate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..base.pytree import leaves
 from ..distributed import World
 from ..errors import StepError
 from ..optim.muon import Muon
@@ -27,6 +29,7 @@ from .transforms import passed_over
 
 # Options that torch takes as they are.
 TORCH_OPTIONS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+CALLS = 8  # calls before one backward whose outputs find_unused_parameters searches
 LATE = (
     "backward() added a gradient that no rank averages: {!r} had requires_grad=False when the model was prepared. "
     "Prepare the model anew once it trains, or freeze it after prepare (with find_unused_parameters=True)"
@@ -179,6 +182,8 @@ class Replica(DistributedDataParallel):
         self._all = tuple(root.parameters())
         unused = options["find_unused_parameters"] or options["static_graph"]
         self._probes = (*trained[:4], *trained[4:][-4:]) if unused else tuple(trained[-1:])
+        self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # of the calls since the last backward
+        self._backward_ran = False  # since these calls
         self._unfrozen: set[tuple[int, str]] = set()  # number and name of those frozen when wrapped that got a gradient
         self.hooks = [
             hook_gradient(p, partial(self._record_unfrozen, (i, name)))
@@ -200,7 +205,7 @@ class Replica(DistributedDataParallel):
             self._started = True
             self.require_backward_grad_sync = reduces or self.static_graph
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+            outputs = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
         except RuntimeError as error:
             if UNFINISHED in str(error):
                 raise StepError(self._explain_unused(str(error))) from error
@@ -208,9 +213,24 @@ class Replica(DistributedDataParallel):
         finally:
             if self.require_backward_grad_sync != reduces:
                 self.require_backward_grad_sync = reduces
+        if self.find_unused_parameters and self.armed and training:
+            self._search_from(outputs)
+        return outputs
 
     def _record_unfrozen(self, entry: tuple[int, str], _: Tensor) -> None:
         self._unfrozen.add(entry)
+
+    def _search_from(self, outputs: Any) -> None:
+        """Let torch find unused parameters from the outputs of all calls since a backward, not only the last one's."""
+        if self._backward_ran:
+            self._outputs.clear()
+            self._backward_ran = False
+        tensors = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(lambda _: setattr(self, "_backward_ran", True))
+        self._outputs.append(tensors)
+        if len(self._outputs) > 1 and not self.static_graph:
+            self.reducer.prepare_for_backward([tensor for tensors in self._outputs for tensor in tensors])
 
     def averaging_check(self) -> Callable[[], None]:
         """Called before a backward. The result is called after it, and raises where gradients were not averaged."""

@@ -663,18 +663,22 @@ class Preparation:
         pending = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
         if self._scaler.enabled or self.masters or pending:
             optimizers = self.optimizers_of(parameters)
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups if self._scaler.scales]
-            stepped = {id(p) for group in groups for p in group["params"]}
-            unstepped = [p for p in parameters if p.grad is not None and id(p) not in stepped]
-            if self._scaler.scales and unstepped:
-                name = self.owner.get(id(unstepped[0]), "one of them")
-                raise StepError(
-                    f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
-                    "have gradients and are in no prepared optimizer, so that nothing divides these gradients by the "
-                    "loss scale. Pass the parameters that optimizers step, or call requires_grad_(False) on the others"
-                )
+            if self._scaler.scales:
+                self._refuse_unstepped(parameters, optimizers)
             self.unscale(optimizers)
         return parameters
+
+    def _refuse_unstepped(self, parameters: list[Tensor], optimizers: Sequence[PreparedOptimizer]) -> None:
+        """Raise StepError under a loss scale where `optimizers` do not step all of `parameters` that have gradients."""
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        unstepped = [p for p in parameters if p.grad is not None and id(p) not in stepped]
+        if unstepped:
+            name = self.owner.get(id(unstepped[0]), "one of them")
+            raise StepError(
+                f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
+                "have gradients and are in no prepared optimizer, so that nothing divides these gradients by the "
+                "loss scale. Pass the parameters that optimizers step, or call requires_grad_(False) on the others"
+            )
 
     def clamp(self, parameters: Iterable[Tensor] | Tensor, limit: float) -> None:
         """Clamp every element of the gradients to [-limit, limit]."""

@@ -74,9 +74,9 @@ def page_of(page: str) -> object:
 def test_its_blocks_run(page: str, tmp_path: Path) -> None:
     wanted = [block for block in BLOCKS[page] if runs(block) and can_run(block)]
     needs = {name for block in BLOCKS[page] if not can_run(block) for name in block.needs.split()}
-    if missing_packages := needs - {"network", "checkout"}:
-        if all(block.title for block in wanted):
-            pytest.skip(f"optional packages are not installed: {', '.join(sorted(missing_packages))}")
+    missing_packages = needs - {"network", "checkout"}
+    if missing_packages and all(block.title for block in wanted):
+        pytest.skip(f"optional packages are not installed: {', '.join(sorted(missing_packages))}")
     file, folder = tmp_path / "blocks.json", tmp_path / "folder"
     file.write_text(runner.dump(wanted))
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def of_two() -> nn.Module:
 
 
 @pytest.mark.on_ranks(2)
+def test_unused_parameters_are_searched_in_all_calls_before_a_backward() -> None:
+    x = torch.ones(2, 12)
+    with under("ddp", {"find_unused_parameters": True}) as acc:
+        model = acc.prepare(of_two())
+        plain = copy.deepcopy(acc.unwrap_model(model))
+        for called, backward in ((model, acc.backward), (plain, torch.Tensor.backward)):
+            backward(called(x, True).sum() + called(x, False).sum())  # torch searches the last call's outputs only
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.on_ranks(2)
 def test_refusals_have_sentences() -> None:
     x = torch.ones(2, 12)
     with under("ddp", precision="bf16") as acc:
@@ -96,10 +109,6 @@ def test_refusals_have_sentences() -> None:
         error_text = message(StepError, lambda: acc.backward(model(x, False).sum()))
         assert "'later.weight', 'later.bias'" in error_text
         assert "With static_graph=True each step must use the same parameters" in error_text
-    with under("ddp", {"find_unused_parameters": True}) as acc:
-        model = acc.prepare(of_two())
-        loss = model(x, True).sum() + model(x, False).sum()  # torch searches the last call's outputs
-        assert "ready only once" in message(RuntimeError, acc.backward, loss)
     with under("ddp", {"comm_hook": "fp16"}) as acc:
         refuses(PrepareError, "'0' has sparse gradients", acc.prepare, sparse())
     for options in ({"comm_hook": "bf16"}, {"gradient_predivide_factor": 1.0}):

@@ -244,6 +244,11 @@ def _backend(settings: ImportedSettings, value: Any) -> str:
     return settings.table("compile", **{"what": "model"} if name == "inductor" else {"backend": name})
 
 
+def _dynamo_mode(settings: ImportedSettings, value: Any) -> str:
+    backend = settings.document.content.get("dynamo_config", {}).get("dynamo_backend")
+    return OFF if value == "default" or is_off(backend) else settings.table("compile", mode=str(value).lower())
+
+
 @also_off
 def _sharding_strategy(settings: ImportedSettings, value: Any) -> str:
     name = _sharding(value)
@@ -283,7 +288,7 @@ ACCELERATE_RULES: dict[str, dict[str, Rule]] = {
     },
     "dynamo_config": {
         "dynamo_backend": _backend,
-        "dynamo_mode": lambda s, value: OFF if value == "default" else s.table("compile", mode=str(value).lower()),
+        "dynamo_mode": _dynamo_mode,
     },
     "fsdp_config": {
         "fsdp_sharding_strategy": _sharding_strategy,
