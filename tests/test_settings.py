@@ -212,12 +212,16 @@ def test_a_wrong_value_is_refused_wherever_it_stands(name, value, words):
     ("word", "answer"),
     [
         ("ZeRO-2", "did you mean 'fsdp' with reshard_after_forward=false"),
+        ("SHARD_GRAD_OP", "did you mean 'fsdp' with reshard_after_forward=false"),
+        ("zero3-offload", "did you mean 'fsdp' with cpu_offload=true"),
+        ("hybrid_shard_zero2", "did you mean 'hsdp' with reshard_after_forward=false"),
+        ("ddp_find_unused_parameters_true", "did you mean 'ddp' with find_unused_parameters=true"),
         ("deepspeed_stage_2_offload", "did you mean 'fsdp' with reshard_after_forward=false and cpu_offload=true"),
         ("1f1b", "did you mean 'pipeline' with schedule='1f1b'"),
     ],
 )
 def test_another_librarys_strategy_is_answered_with_ours(word, answer):
-    with pytest.raises(SettingError, match=answer):
+    with pytest.raises(SettingError, match=rf"{answer}\?"):
         resolve(strategy=word)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,20 +40,29 @@ WRONG_USAGE = {
     "launch --slurm print train.py": "--slurm: it was removed. Instead: sbatch a script as in the guide to Slurm",
     "launch --no-numa train.py": "--no-numa: it was removed. Instead: torchrun --numa-binding=node",
     "launch --config nofile.toml train.py": "'nofile.toml' is not a file",
+    "launch --config . train.py": "'.' is not a file",
     "launch --set sede=1 train.py": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
     "test --processes 0": "below the smallest possible value, 1",
     "env nofile": "unrecognized arguments: nofile",
     "config --from nofile.json": "'nofile.json' is not a file",
+    "config --from fifo": "'fifo' is not a file",
+    "config --from .": "'.' is not a file",
     "compare nofile.py": "'nofile.py' is not a file",
+    "compare missing1 missing2": "missing1, missing2: there is no such file or folder",
+    "compare train.py --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
+    "compare --strategy zero3 -m json": "did you mean 'fsdp'",
     "compare train.py --repeets 3": "unrecognized arguments: --repeets 3, did you mean '--repeats'?",
     "compare train.py --plans": "--plans (the script's own",  # and no hint to --repeats
     "prove nofile.py": "'nofile.py' is not a file",
     "prove train.py --strategy dpd": "did you mean 'ddp'?",
+    "prove train.py --set sede=1": "--set sede=1: 'sede' is not a setting, did you mean 'seed'?",
     "rehearse train.py --typo": "--typo (the script's own",  # and no hint to --for
     "rehearse nofile.py": "'nofile.py' is not a file",
     "replay nowhere --step 3": "'nowhere' is not a folder",
     "plot nowhere": "there is no such file or folder",
     "estimate nofile": "'nofile' is not a model",
+    "estimate 0": "is not a number of parameters",
+    "estimate 7B --precision bf61": "did you mean 'bf16'?",
     "estimate 7B --strategy fsp": "strategy 'fsp' is not one of single",
     "estimate 7B --processes two": "'two' is not a whole number",
     "completion tcsh": "invalid choice: 'tcsh'",
@@ -67,12 +77,16 @@ WRONG_AFTER_TORCH = {
     "checkpoint list nowhere": "nowhere: there is no such file or folder",
     "checkpoint verify nowhere": "nowhere: there is no such file or folder",
     "checkpoint verify .": ": not a checkpoint",
+    "checkpoint inspect .": ": not a checkpoint",
+    "checkpoint diff . .": ": not a checkpoint",
+    "rehearse train.py --precision bf61": "did you mean 'bf16'?",
     "checkpoint convert . out": ".: no weights",
 }
 
 
 def test_wrong_usage_of_every_command_is_2_and_named_before_torch_is_imported(folder):
     (folder / "train.py").touch()
+    os.mkfifo(folder / "fifo")
     lines = {**GOOD, **WRONG_USAGE, **WRONG_AFTER_TORCH}
     assert {line.split(" ")[0] for line in WRONG_USAGE} >= set(cli.COMMANDS)
     code = f"""
@@ -119,6 +133,23 @@ def test_python_m_easymp():
     command = [sys.executable, "-m", "easymp", "--version"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert process.stdout == f"easymp {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (0, 0),
+        (1, 1),
+        (7, 7),  # of launch
+        (CheckpointError("damaged"), 1),
+        (NoCheckpointError("none there"), 2),
+        (RefusedError("not here"), 2),
+        (SystemExit(2), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_one_function_decides_the_exit_code(outcome, code):
+    assert cli.exit_code(outcome) == code
 
 
 def test_exit_codes_and_errors_are_the_commands(monkeypatch, capsys):

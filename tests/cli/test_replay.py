@@ -195,7 +195,9 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         if facts is not None:
             start_run(tmp_path, **facts)
         assert main(arguments) == 2 and sentence in capsys.readouterr().err, sentence
-    with pytest.raises(SettingError, match=r"replay=4 appends to a file .*, and 'memory://run' is a URL"):
+    with pytest.raises(
+        SettingError, match=r"replay=4 appends to a file beside the checkpoints, and 'memory://run' is a URL"
+    ):
         Accelerator(cpu=True, project_dir="memory://run", settings=Settings(replay=4))
 
 

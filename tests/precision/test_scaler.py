@@ -84,9 +84,16 @@ def test_the_scale_stays_finite() -> None:
 
 
 def test_impossible_rules_are_refused() -> None:
-    wrong = {"init_scale": math.nan, "growth_factor": 1.0, "backoff_factor": 0.0, "growth_interval": 0}
-    for option, value in {**wrong, "hysteresis": 0, "min_scale": -1.0}.items():
-        with pytest.raises(SettingError, match=f"{option}=.* is not "):
+    for option, value, limit in (
+        ("init_scale", math.nan, "a finite number above 0"),
+        ("growth_factor", 1.0, "a finite number above 1"),
+        ("backoff_factor", 0.0, "a finite number above 0"),
+        ("backoff_factor", 1.0, "below 1"),
+        ("growth_interval", 0, "a whole number of at least 1"),
+        ("hysteresis", 0, "a whole number of at least 1"),
+        ("min_scale", -1.0, "between 0 and max_scale"),
+    ):
+        with pytest.raises(SettingError, match=rf"{option}=.* is not {limit}"):
             GradScalerKwargs(**{option: value})
 
 
