@@ -454,7 +454,7 @@ def as_record(kind: type[T], owner: str, given: Any) -> T:
             owners = [
                 other
                 for other, strategy in STRATEGIES.items()
-                if any(field.name == name for field in dataclasses.fields(strategy.Options))
+                if strategy.several and any(field.name == name for field in dataclasses.fields(strategy.Options))
             ]
             strategic = any(issubclass(strategy.Options, kind) for strategy in STRATEGIES.values())
             hint = f": it belongs to {', '.join(owners)}." if strategic and owners else nearest(name, known) or "."
