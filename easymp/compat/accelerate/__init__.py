@@ -12,7 +12,6 @@ from typing import Any
 
 from ...data import skip_first_batches
 from ...launcher.entrypoints import debug_launcher, notebook_launcher
-from ...logging import get_logger
 from ...optim import PreparedOptimizer
 from ...strategies.local_sgd import LocalSGD
 from ...trackers.logbook import on_main_process
@@ -44,7 +43,7 @@ submodules(
     __name__,
     {
         **{module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
-        "logging": by_name(get_logger, absent=INSTEAD),
+        "logging": by_name(plugins.MultiProcessAdapter, plugins.get_logger, absent=INSTEAD),
     },
     layer,
     "accelerate",

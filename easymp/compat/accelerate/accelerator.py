@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,14 @@ from ...training.state import accelerators
 from ..layer import saving_between_micro_batches, unless_set
 from .loaders import DataLoaderConfiguration, make_loader
 from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
-from .processes import AcceleratorState, AllProcesses, GradientState, InitProcessGroupKwargs, handlers_by_class
+from .processes import (
+    AcceleratorState,
+    AllProcesses,
+    DistributedType,
+    GradientState,
+    InitProcessGroupKwargs,
+    handlers_by_class,
+)
 from .utils import extract_model_from_parallel
 
 logger = get_logger(__name__)
@@ -61,6 +69,18 @@ NATIVE = """
 acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, log_with={!r})
 # schedulers step once an update, and not once a process
 """
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """A CheckpointError where Accelerate raises ValueError."""
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointValueError(*error.args) from error.__cause__
 
 
 def to_fp32(tensor: Tensor) -> Tensor:
@@ -181,6 +201,9 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(project_dir)
+        tracker_names = log_with if isinstance(log_with, (list, tuple)) else [log_with]
+        if "tensorboard" in tracker_names and not (project.logging_dir or settings.project_dir):
+            raise SettingError("log_with='tensorboard' requires a logging_dir: pass project_dir")
         self._loading = loading
         self._with_optimizer = step_scheduler_with_optimizer
         # A second bare Accelerator has the precision of the first.
@@ -280,12 +303,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         """As `easymp.Accelerator.clip_grad_norm_`; inside a window it clips what this rank has summed up so far."""
         if self._window.accumulation == 1 or self._window.sync:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if self._scaler.scales:
-            raise StepError(
-                "gradients are clipped once a window under a loss scale: write `if accelerator.sync_gradients:` before "
-                "the clip"
-            )
-        clipped, sums = [parameters] if isinstance(parameters, Tensor) else list(parameters), self._prepared.sums
+        clipped, sums = self._clipped_inside(parameters), self._prepared.sums
         if not sums.on:
             return self._prepared.strategy.clip(clipped, max_norm, norm_type)
         gradients = [gradient for p in clipped if (gradient := sums.gradient(p)) is not None]
@@ -293,6 +311,25 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         for gradient in gradients:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """As `easymp.Accelerator.clip_grad_value_`; inside a window it clamps what this rank has summed up so far."""
+        if self._window.accumulation == 1 or self._window.sync:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        clipped, sums = self._clipped_inside(parameters), self._prepared.sums
+        self._prepared.clamp(clipped, clip_value)
+        for gradient in map(sums.gradient, clipped) if sums.on else ():
+            if gradient is not None:
+                gradient.clamp_(-clip_value, clip_value)
+
+    def _clipped_inside(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        if self._scaler.scales:
+            raise StepError(
+                "gradients are clipped once a window under a loss scale: write `if accelerator.sync_gradients:` before "
+                "the clip"
+            )
+        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
     @property
     def scaler(self) -> Any:
@@ -368,6 +405,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
 
     # -- checkpoints
 
+    @_as_value_error()
     def save_state(  # type: ignore[override]  # Accelerate's arguments
         self, output_dir: Path | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
@@ -381,10 +419,17 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
                 return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
             return self._save_alone(output_dir) if self.is_main_process else ""
 
-    def load_state(self, input_dir: Path | None = None, **options: Any) -> Loaded:  # type: ignore[override]
+    @_as_value_error()
+    def load_state(  # type: ignore[override]  # Accelerate's arguments
+        self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any
+    ) -> Loaded:
         """As `easymp.Accelerator.load_state`."""
+        if load_kwargs is not None:
+            raise RefusedError(f"load_state(load_kwargs={load_kwargs!r}) is not honoured: leave it out")
         self._name_alone()
         return super().load_state(input_dir=input_dir, **options)
+
+    register_for_checkpointing = _as_value_error()(accelerator.Accelerator.register_for_checkpointing)
 
     def _name_alone(self) -> None:
         """Prepare a model of the parameters that optimizers step and no model has, so that checkpoints hold them."""
@@ -462,6 +507,12 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     logging_dir = property(lambda self: self._project.logging_dir)
     save_iteration = property(lambda self: self._project.iteration)
     dataloader_config = property(lambda self: self._loading)
+    split_batches = property(lambda self: self._loading.split_batches)
+    dispatch_batches = property(lambda self: self._loading.dispatch_batches)
+    use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)
+    non_blocking = property(lambda self: self._loading.non_blocking)
+    use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
+    is_fsdp2 = property(lambda self: self.distributed_type == DistributedType.FSDP)
 
     @property
     def even_batches(self) -> bool:

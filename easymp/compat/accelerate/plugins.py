@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ... import logging
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
 from ...errors import RefusedError, SettingError, StepError, nearest
@@ -18,6 +19,7 @@ from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import logbook
 from ..layer import Layer
+from .processes import PartialState
 
 layer = Layer("Accelerate")
 
@@ -202,10 +204,37 @@ def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
     load.load_checkpoint(accelerator._world, storage, name, [_part(accelerator, item)])
 
 
-# -- trackers ----------------------------------------------------------------------------------------------------------
+# -- trackers and loggers ----------------------------------------------------------------------------------------------
 
 
 class GeneralTracker(logbook.GeneralTracker):
     """Base class of a script's trackers, which get what the script passes, at once; see `easymp.GeneralTracker`."""
 
     as_given = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        own_classes = set(type(self).__mro__) - set(GeneralTracker.__mro__)
+        defined = vars(self).keys() | {name for kind in own_classes for name in vars(kind)}
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in defined]
+        if missing and not _blank:
+            raise NotImplementedError(f"{type(self).__name__} has no {' and no '.join(missing)}: define it there")
+
+
+class MultiProcessAdapter(logging.RankLogger):
+    """easymp's logger, which with `in_order` and ``main_process_only=False`` logs on rank 0, then on rank 1 …"""
+
+    def log(self, level: int, msg: object, *args: Any, in_order: bool = False, **options: Any) -> None:  # type: ignore[override]
+        options["stacklevel"] = options.get("stacklevel", 1) + 1
+        if not in_order or options.get("main_process_only", True):
+            super().log(level, msg, *args, **options)
+            return
+        state = PartialState()
+        for rank in range(state.num_processes):
+            if rank == state.process_index:
+                super().log(level, msg, *args, **options)
+            state.wait_for_everyone()
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """As `easymp.get_logger`."""
+    return MultiProcessAdapter(logging.get_logger(name, log_level).logger, {})

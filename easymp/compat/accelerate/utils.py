@@ -24,7 +24,7 @@ from ...base.units import read_bytes
 from ...checkpoint import accelerate
 from ...checkpoint.huggingface import load
 from ...distributed import read_ranks
-from ...errors import RefusedError, SettingError, WorldError
+from ...errors import LeafError, RefusedError, SettingError, WorldError
 from ...logging import tqdm
 from ...training import collectives, oom
 from ...training.wrapper import unwrap
@@ -44,6 +44,13 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return leaf
 
     return pytree.recursively_apply(in_place, tensor, error_on_other_type=True)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """As easymp's; several values that are not tensors cannot be joined."""
+    if len(data) > 1 and not all(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(data[0])):
+        raise LeafError("concatenate() joins nested tensors only: take other values out first")
+    return pytree.concatenate(data, dim)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -225,7 +232,7 @@ _PLUGINS = (
     "save_fsdp_optimizer"
 )
 NAMES: dict[str, Any] = {
-    **by_name(pytree.concatenate, pytree.find_batch_size, pytree.recursively_apply, pytree.send_to_device, broadcast),
+    **by_name(broadcast, concatenate, pytree.find_batch_size, pytree.recursively_apply, pytree.send_to_device),
     **by_name(pytree.slice_tensors, collectives.broadcast_object_list, collectives.gather, collectives.gather_object),
     **by_name(collectives.pad_across_processes, collectives.reduce, extract_model_from_parallel, init_empty_weights),
     **by_name(is_compiled_module, is_peft_model, set_module_tensor_to_device, set_seed, tqdm, wait_for_everyone),
