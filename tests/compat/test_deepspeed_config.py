@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from easymp import EasympWarning, PrepareError, RefusedError, SettingError
+from easymp import EasympWarning, RefusedError, SettingError
 from easymp.cli.config.documents import Document
 from easymp.cli.config.importers import DEEPSPEED
 from easymp.cli.config.rules import KEYS, ImportedSettings
@@ -112,12 +112,13 @@ def test_initialize_says_what_is_missing():
         ({"model": model()}, "requires --deepspeed_config"),
         ({"model": model(), "config": BATCH, "config_params": BATCH}, "given twice"),
         ({"model": "bert", "config": BATCH}, "pass a torch"),
+        ({"model": model(), "optimizer": "adam", "config": BATCH}, "optimizer='adam' is neither one nor a"),
     ]:
         with pytest.raises(SettingError, match=message):
             deepspeed.initialize(**arguments)
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model().parameters()))
     config = {**BATCH, "optimizer": {"type": "Adam"}}
-    with pytest.raises(PrepareError, match="drives an optimizer that is not prepared"):
+    with pytest.raises(AssertionError, match="drives another optimizer"):
         deepspeed.initialize(model=model(), config=config, lr_scheduler=scheduler)
 
 
@@ -131,18 +132,27 @@ def test_every_set_of_ignored_keys_warns_in_one_warning():
 
 
 def test_switches_that_are_off_are_honoured_or_refused():
+    untested = {**BATCH, "zero_allow_untested_optimizer": False, "zero_optimization": {"stage": 2}}
+    for adam in {"type": "AdamW"}, {"type": "Lion"}:
+        started({**untested, "optimizer": adam}).__enter__().destroy()
+    with pytest.raises(AssertionError, match="You are using an untested ZeRO Optimizer, SGD"):
+        deepspeed.initialize(model=model(), config={**untested, "optimizer": SGD})
     with pytest.raises(RefusedError, match=r"ignore_unused_parameters=False is not honoured: parameters without"):
         deepspeed.initialize(model=model(), config={**BATCH, "zero_optimization": {"ignore_unused_parameters": False}})
     fused = {"optimizer": {**SGD, "legacy_fusion": True}}
     with pytest.raises(RefusedError, match=r"optimizer\.legacy_fusion=True is not honoured"):
         deepspeed.initialize(model=model(), config={**BATCH, **fused})
+    with started({**BATCH, "optimizer": SGD}) as engine:
+        for save in engine.save_checkpoint, engine.save_16bit_model:
+            with pytest.raises(SettingError, match="an empty path: pass a folder"):
+                save("")
 
 
 def test_old_spellings_and_nulls():
-    old = {"bfloat16": {"enabled": False}, "steps_per_print": math.inf}
+    old = {"bfloat16": {"enabled": False}, "steps_per_print": math.inf, "zero_optimization": True}
     old |= dict.fromkeys(("fp16", "gradient_clipping"))
     with started({**BATCH, **old}) as engine:
-        assert (engine.zero_optimization_stage(), engine.steps_per_print()) == (0, 0)
+        assert (engine.zero_optimization_stage(), engine.steps_per_print()) == (1, 0)
         assert (engine.fp16_enabled(), engine.gradient_clipping()) == (False, 1.0)
 
 

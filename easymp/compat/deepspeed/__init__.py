@@ -41,6 +41,9 @@ def initialize(
     """Make the engine; returns (engine, optimizer, training_dataloader, lr_scheduler), with None for absent ones."""
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"deepspeed.initialize(model={model!r}): pass a torch.nn.Module")
+    for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if not (given is None or callable(given) or hasattr(given, "step")):
+            raise SettingError(f"{name}={given!r} is neither one nor a function that makes one")
     configs = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if not configs:
         raise SettingError("DeepSpeed requires --deepspeed_config FILE, or config= as a dict or a path")

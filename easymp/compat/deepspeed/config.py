@@ -30,6 +30,8 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Content, mpu: Any = None, mesh_device: Any = None) -> None:
         self.content = content = read_content(config)
+        if isinstance(content.get("zero_optimization"), bool):  # an older spelling
+            content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
         if content.get("steps_per_print") == math.inf:
             content["steps_per_print"] = 0
         self.ignored = check_keys(content)  # keys without effect, with the reasons

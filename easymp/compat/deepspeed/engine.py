@@ -71,7 +71,12 @@ REFUSED = {
     "set_train_batch_size": "the configuration says the batch size; make an engine anew for another",
     "load_module_state_dict": "use engine.module.load_state_dict",
 }
+TESTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")  # DeepSpeed's own list for ZeRO
 NAME_ONE = "name one in the configuration, or pass it to initialize()"
+
+
+class InitializeError(SettingError, AssertionError):
+    """Arguments of `initialize` that DeepSpeed refuses by an assertion."""
 
 
 class Counters:
@@ -135,12 +140,19 @@ class DeepSpeedEngine(nn.Module):
             optimizer = optimizers.optimizer(config.optimizer_name, config.optimizer_params, parameters)
         elif optimizer is not None and not hasattr(optimizer, "step"):
             optimizer = optimizer(parameters)
+        kind = type(optimizer).__name__
+        checks = config.zero_enabled and config.content.get("zero_allow_untested_optimizer") is False
+        if checks and optimizer is not None and kind not in TESTED_OPTIMIZERS:
+            remedy = "zero_allow_untested_optimizer is false. Set it to true, or leave it out"
+            raise InitializeError(f"You are using an untested ZeRO Optimizer, {kind}: {remedy}")
         if scheduler is None and config.scheduler_name is not None:
             scheduler = optimizers.scheduler(config.scheduler_name, config.scheduler_params)
         if scheduler is not None and optimizer is None:
-            raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
+            raise InitializeError(f"a scheduler without an optimizer: {NAME_ONE}")
         if scheduler is not None and not hasattr(scheduler, "step"):
             scheduler = scheduler(optimizer)
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise InitializeError("lr_scheduler drives another optimizer: pass that one, or a function that makes one")
         prepared_model, self.optimizer, self._schedule = acc.prepare(model, optimizer, scheduler)
         self._collate = collate
         self.training_dataloader = None if data is None else self.deepspeed_io(data)
@@ -332,6 +344,7 @@ class DeepSpeedEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Write whole weights to one file of torch.save, or of safetensors by its name's end; on all ranks."""
+        save_dir = _nonempty(save_dir)
         state = get_state_dict(self.accelerator._world, self._model)
         if self.global_rank == 0:
             state = self._without_frozen(state) if exclude_frozen_parameters else state
@@ -350,6 +363,7 @@ class DeepSpeedEngine(nn.Module):
         """Write a checkpoint to ``save_dir/tag``, a path or URL, and `tag` to ``save_dir/latest``; on all ranks."""
         if exclude_frozen_parameters:
             raise RefusedError("exclude_frozen_parameters=True: only save_16bit_model takes it")
+        save_dir = _nonempty(save_dir)
         tag = f"global_step{self.global_steps}" if tag is None else current_world().broadcast_objects([str(tag)])[0]
         self.client_state = dict(client_state or {})
         with saving_between_micro_batches(self.accelerator._window):
@@ -394,6 +408,12 @@ class DeepSpeedEngine(nn.Module):
         if schedule is not None:
             schedule.load_state_dict(schedule_state)
         return path, self.client_state
+
+
+def _nonempty(save_dir: str | os.PathLike[str]) -> str:
+    if not os.fspath(save_dir):
+        raise SettingError("save_dir is an empty path: pass a folder, or '.' for the working directory")
+    return os.fspath(save_dir)
 
 
 def _read_states(path: str) -> dict[str, Any]:
