@@ -193,6 +193,8 @@ def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
         ({"shared_param": True}, RuntimeError, "pass delay_allreduce=True"),
         ({"gradient_average_split_factor": 2.0}, RuntimeError, "pass gradient_predivide_factor"),
         ({"retain_allreduce_buffers": True}, RefusedError, "both are torch's"),
+        ({"gradient_predivide_factor": 0.0}, RuntimeError, "must be above 0"),
+        ({"message_size": 0}, RuntimeError, "at least 1"),
     ],
 )
 def test_what_ddp_refuses(options, error, message):

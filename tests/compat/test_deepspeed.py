@@ -273,7 +273,7 @@ def test_a_language_model_trains_as_plain_torch(ranks, processes, stage, precisi
         assert strategy == expected_strategy
         for name, parameter in net.named_parameters():
             weight = torch.tensor(state[name])
-            torch.testing.assert_close(weight, parameter.detach(), rtol=0, atol=0.02 if precision else 2e-6)
+            torch.testing.assert_close(weight, parameter.detach(), rtol=0, atol=4e-3 if precision else 2e-6)
 
 
 def test_checkpoints_are_saved_between_micro_batches(tmp_path):

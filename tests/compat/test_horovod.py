@@ -466,6 +466,7 @@ def misuse(*_):
         (lambda: wrap(sgd, named_parameters, op=Max), "ValueError: op supports only hvd.Average, hvd.Sum and hvd"),
         (lambda: wrap(sgd, op=Sum, gradient_predivide_factor=2.0), "predivide_factor not supported with"),
         (lambda: wrap(sgd, backward_passes_per_step=0), "backward_passes_per_step must be > 0"),
+        (lambda: wrap(sgd, groups=[[named_parameters[0][1]] * 2]), "ValueError: A parameter can only appear once in"),
     )
     optimizer = wrap(sgd, named_parameters)
     loss_of(net, slice(None), 0).backward()

@@ -62,6 +62,7 @@ def test_autocast_is_real_on_this_device():
             assert layer(x).dtype == torch.float32
     with autocast(dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
     assert autocast()(layer.forward)(x).dtype == torch.float16
 
 
@@ -96,19 +97,28 @@ def test_functions_with_casts_of_their_own():
 
 
 def test_a_scaler_is_torchs_on_this_device():
-    scaler = GradScaler(256.0, growth_interval=1)
+    scaler = GradScaler(256.0, growth_interval=3)
+    scaler.set_growth_factor(3.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(1)
     p = nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = torch.optim.SGD([p], lr=0.1)
-    for factor, scale in ((0.5, 512.0), (float("inf"), 256.0)):
+    for factor, scale in ((0.5, 768.0), (float("inf"), 192.0)):
         scaler.scale((p * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == scale
         optimizer.zero_grad()
-    copied = pickle.loads(pickle.dumps(scaler))
-    assert copied.state_dict() == torch.amp.GradScaler(DEVICE, 256.0, growth_interval=1).state_dict()
+    scaler.update(8.0)
+    expected = torch.amp.GradScaler(DEVICE, 8.0, 3.0, 0.25, 1).state_dict()
+    for copied in (pickle.loads(pickle.dumps(scaler)), GradScaler()):
+        copied.load_state_dict(scaler.state_dict())
+        assert copied.state_dict() == scaler.state_dict() == expected
+    off = GradScaler(enabled=False)
+    assert scaler.is_enabled() and not off.is_enabled() and off.state_dict() == {} and off.scale(p) is p
     scaler.scale(p.sum()).backward()
     scaler.unscale_(optimizer)
+    assert scaler._found_inf_per_device(optimizer).keys() == {p.device}
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is grad_scaler.OptState.UNSCALED
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -28,19 +29,13 @@ def _sizes(shape: Shape, memory_efficient: bool = False) -> list[int]:
 
 
 class _ApexNorm(nn.Module):
-    """Base before torch's class, for Apex's arguments. `mixed` outputs have the type of the weights."""
-
-    weight: nn.Parameter
-    mixed = False
+    """Base before torch's class, for Apex's arguments."""
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(_sizes(normalized_shape, memory_efficient), eps, elementwise_affine)
-
-    def forward(self, input: Tensor) -> Any:
-        return super().forward(input.to(self.weight.dtype) if self.mixed else input)
 
 
 class FusedLayerNorm(_ApexNorm, nn.LayerNorm):
@@ -51,16 +46,24 @@ class FusedRMSNorm(_ApexNorm, nn.RMSNorm):
     """torch.nn.RMSNorm."""
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _MixedNorm(_ApexNorm):
+    """Base before one of these, with outputs of the type of the weights."""
+
+    weight: nn.Parameter
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input.to(self.weight.dtype))
+
+
+class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """LayerNorm with outputs of the type of its weights."""
 
-    mixed = True
 
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """RMSNorm with outputs of the type of its weights."""
-
-    mixed = True
 
 
 def fused_layer_norm_affine(
@@ -89,11 +92,13 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
     return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 
 
-def mixed_dtype_fused_layer_norm_affine(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As `fused_layer_norm_affine`, in the type of `weight`."""
-    return fused_layer_norm_affine(input.to(weight.dtype), weight, *args, **kwargs)
+def _in_type_of_weight(affine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(affine)
+    def norm(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return affine(input.to(weight.dtype), weight, *args, **kwargs)
+
+    return norm
 
 
-def mixed_dtype_fused_rms_norm_affine(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As `fused_rms_norm_affine`, in the type of `weight`."""
-    return fused_rms_norm_affine(input.to(weight.dtype), weight, *args, **kwargs)
+mixed_dtype_fused_layer_norm_affine = _in_type_of_weight(fused_layer_norm_affine)
+mixed_dtype_fused_rms_norm_affine = _in_type_of_weight(fused_rms_norm_affine)

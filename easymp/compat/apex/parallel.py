@@ -107,6 +107,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError("retain_allreduce_buffers, allreduce_communicators: both are torch's; omit them")
+        if not gradient_predivide_factor > 0 or message_size < 1:
+            raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")
         options = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
         layer.ignore({name: reason for (name, reason), value in zip(WITHOUT_EFFECT.items(), options) if value})
         layer.use("parallel.DistributedDataParallel", NATIVE)

@@ -51,6 +51,9 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, got {backward_passes_per_step}")
     if groups or num_groups:
+        grouped = [parameter for group in groups for parameter in group] if isinstance(groups, list) else []
+        if len(set(grouped)) < len(grouped):
+            raise ValueError("A parameter can only appear once in groups.")
         layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
     kind, world_size = type(optimizer), running().world.size
     bases = (_Adasum if op == Adasum and world_size > 1 else _Distributed, kind)
