@@ -52,14 +52,7 @@ from ...training.state import accelerators
 from ..layer import saving_between_micro_batches, unless_set
 from .loaders import DataLoaderConfiguration, make_loader
 from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
-from .processes import (
-    AcceleratorState,
-    AllProcesses,
-    DistributedType,
-    GradientState,
-    InitProcessGroupKwargs,
-    handlers_by_class,
-)
+from .processes import AcceleratorState, AllProcesses, GradientState, InitProcessGroupKwargs, handlers_by_class
 from .utils import extract_model_from_parallel
 
 logger = get_logger(__name__)
@@ -423,9 +416,11 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     def load_state(  # type: ignore[override]  # Accelerate's arguments
         self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any
     ) -> Loaded:
-        """As `easymp.Accelerator.load_state`."""
+        """As `easymp.Accelerator.load_state`; `map_location` has no effect."""
         if load_kwargs is not None:
             raise RefusedError(f"load_state(load_kwargs={load_kwargs!r}) is not honoured: leave it out")
+        if options.pop("map_location", None) is not None:
+            layer.ignore({"map_location": "each tensor is read to the device of the live one"})
         self._name_alone()
         return super().load_state(input_dir=input_dir, **options)
 
@@ -512,7 +507,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)
     non_blocking = property(lambda self: self._loading.non_blocking)
     use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
-    is_fsdp2 = property(lambda self: self.distributed_type == DistributedType.FSDP)
+    is_fsdp2 = property(lambda self: self.distributed_type == "FSDP")
 
     @property
     def even_batches(self) -> bool:

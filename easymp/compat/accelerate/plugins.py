@@ -223,7 +223,9 @@ class GeneralTracker(logbook.GeneralTracker):
 class MultiProcessAdapter(logging.RankLogger):
     """easymp's logger, which with `in_order` and ``main_process_only=False`` logs on rank 0, then on rank 1 …"""
 
-    def log(self, level: int, msg: object, *args: Any, in_order: bool = False, **options: Any) -> None:  # type: ignore[override]
+    def log(  # type: ignore[override]  # Accelerate's keyword
+        self, level: int, msg: object, *args: Any, in_order: bool = False, **options: Any
+    ) -> None:
         options["stacklevel"] = options.get("stacklevel", 1) + 1
         if not in_order or options.get("main_process_only", True):
             super().log(level, msg, *args, **options)

@@ -29,9 +29,9 @@ __all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm
 
 ABSENT = dict.fromkeys(("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces")
 ABSENT["remove_process_set"] = "leave it out; a process set lasts until hvd.shutdown()"
-_operations = "Allreduce Allgather Broadcast Alltoall Reducescatter".split()
-_functions_of_autograd = [f"Horovod{grouped}{name}" for name in _operations for grouped in ("", "Grouped")]
-ABSENT.update(dict.fromkeys(_functions_of_autograd, "call the operation, which is differentiable"))
+for _operation in "Allreduce Allgather Broadcast Alltoall Reducescatter".split():
+    names = (f"Horovod{_operation}", f"HorovodGrouped{_operation}")  # of autograd functions
+    ABSENT.update(dict.fromkeys(names, "call the operation, which is differentiable"))
 ELASTIC = "restart a run that failed by `easymp launch --max-restarts 3`; acc.resume() goes on at its last checkpoint"
 RUN = "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher"
 MODULES: dict[str, Any] = {
