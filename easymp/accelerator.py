@@ -431,7 +431,7 @@ class Accelerator(Collectives, Checkpoints):
 
         Args:
             loss: a mean over this rank's micro-batch (divided by the accumulation steps here), 0-dim; or with
-                `num_items` a sum.
+                `num_items` a sum. A mean over the labels of a batch that ``tokens=`` has packed counts by its labels.
             num_items: how many items (tokens) `loss` sums over on this rank. The gradients become those of the sum over
                 the whole window and all ranks, divided by their common count: equal to one big batch.
             gradient: as in `torch.Tensor.backward`.
@@ -454,7 +454,7 @@ class Accelerator(Collectives, Checkpoints):
         prepared = self._prepared
         if self._parts.loss and not self._loss_is_late:
             loss = self._show_loss(loss, num_items)
-        if num_items is not None or self._window.accumulation != 1:
+        if num_items is not None or self._window.accumulation != 1 or self._window.packed:
             loss = self._window.share(loss, num_items, self._world)
         prepared.begin_backward()
         check = prepared.check_reduction(create_graph) if self._world.size > 1 else None
@@ -942,8 +942,11 @@ class Accelerator(Collectives, Checkpoints):
                 "total_updates() of a loader that is not prepared counts the batches of all ranks: prepare the loader "
                 "first, then make the schedule, and prepare the rest"
             )
-        batches, steps = len(loader), self._window.accumulation
-        return epochs * math.ceil(batches / steps) if self._window.end_with_loader else epochs * batches // steps
+        lengths = loader.lengths(epochs) if isinstance(loader, data.PreparedLoader) else [len(loader)] * epochs
+        steps = self._window.accumulation
+        if self._window.end_with_loader:
+            return sum(math.ceil(batches / steps) for batches in lengths)
+        return sum(lengths) // steps
 
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True) -> Model:
         """Get the user's own module behind a prepared model, DataParallel or DistributedDataParallel.

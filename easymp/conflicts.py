@@ -90,6 +90,12 @@ SPARSE = tuple(
         (UNROUNDED, "gradients of low-precision parameters are summed in fp32, dense ones only", "use bf16"),
     )
 )
+PACKING = Conflict(
+    "dataloader_config.tokens",
+    "pipeline",
+    "it cuts a batch by samples for its stages, and a packed batch is one row",
+    "Use strategy='fsdp', or leave tokens out",
+)
 ROUNDING = Conflict(
     "stochastic_rounding",
     "an optimizer without stochastic rounding",
@@ -98,7 +104,7 @@ ROUNDING = Conflict(
 )
 # Whether these are in force is known at the call: accumulation can be set later, and a model may have no batch-norm.
 AT_CALL = (ACCUMULATION_AND_JOIN, BATCHNORM_AND_JOIN, MODELS_AND_JOIN, NO_SYNC_AND_JOIN, *ITEMS)
-OPTIONS = (*AT_CALL, *CLOSURES, *SPARSE, ROUNDING)
+OPTIONS = (*AT_CALL, *CLOSURES, *SPARSE, PACKING, ROUNDING)
 
 
 def table() -> list[Conflict]:
@@ -113,8 +119,9 @@ def words_of(settings: Settings) -> set[str]:
     words = {name for name in switches.split() if getattr(settings, name)}
     if settings.gradient_accumulation_steps > 1:
         words.add("gradient_accumulation_steps")
-    compiled = settings.compile
-    if getattr(compiled, "mode", compiled.get("mode") if isinstance(compiled, Mapping) else None) in CUDA_GRAPHS:
+    if _field(settings.dataloader_config, "tokens") is not None:
+        words.add("dataloader_config.tokens")
+    if _field(settings.compile, "mode") in CUDA_GRAPHS:
         words.add("compile with CUDA graphs")
     if settings.nonfinite is not None:
         words.add(f"nonfinite={settings.nonfinite}")
@@ -123,6 +130,11 @@ def words_of(settings: Settings) -> set[str]:
         kind = " by size" if is_size(recomputed) else f"={recomputed}"
         words |= {"activation_checkpointing", f"activation_checkpointing{kind}"}
     return words
+
+
+def _field(options: Any, name: str) -> Any:
+    """A field of options, which are a record, a table of the settings file, or another value."""
+    return options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
 
 
 def rows_of(strategy: Any, precision: Any, settings: Settings) -> Iterator[Conflict]:

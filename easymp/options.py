@@ -127,6 +127,10 @@ class DataLoaderConfiguration:
         data_seed: seed of the data order; None takes the run's.
         non_blocking: copies to the device do not wait (with pinned memory; no difference on a CPU).
         use_stateful_dataloader: makes no difference: the position of every prepared loader can be saved and resumed.
+        tokens: pack samples of different lengths one behind the other into micro-batches of at most so many tokens, the
+            same number on every rank; see docs/guides/packing.md. `backward` of a mean loss counts each label once.
+        length: with `tokens`: a function from a sample to its tokens, or a list of all samples' lengths; None takes the
+            length of ``input_ids``, or of the sample.
 
     Raises:
         SettingError: a value of another type.
@@ -142,6 +146,8 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = True
     use_stateful_dataloader: bool = True
+    tokens: int | None = field(default=None, metadata={"least": 1})
+    length: Callable[[Any], int] | Sequence[int] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dataclass_fields__:

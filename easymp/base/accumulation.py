@@ -98,6 +98,8 @@ class UpdateWindow:
         enclosing: the loader of the innermost loop.
         reading: the same, or without a loop the loader of an iterator that the script holds.
         outermost: the loader of the outermost loop, or of such an iterator.
+        packed: whether one of the open loaders packs samples by tokens, so that its batches hold unequal numbers of
+            items.
     """
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True, parts: Parts | None = None) -> None:
@@ -216,6 +218,9 @@ class UpdateWindow:
 
     def share(self, loss: Tensor, num_items: int | Tensor | None, world: Any) -> Tensor:
         """The part of a micro-batch's loss in its window: a mean is divided by the micro-steps, a sum by all items."""
+        if num_items is None and self.packed:
+            num_items = self._items_of_batch()
+            loss = loss if num_items is None else loss * num_items
         if num_items is not None:
             factor: Tensor = self._share_of_items(_to_count(num_items, loss.device), world)
             return loss * factor
@@ -227,6 +232,15 @@ class UpdateWindow:
                 "none"
             )
         return loss / self.accumulation
+
+    def _items_of_batch(self) -> Any:
+        """The number of items of the packed batch that the loop has; None where its collate function gives none."""
+        if len(self._loops) + len(self._iterators) > 1:
+            raise StepError(
+                "backward() of a mean while several loaders are read, one of which packs by tokens=: pass the sum of "
+                "the losses and its num_items, since the loss may be of any of their batches"
+            )
+        return self.reading.items
 
     def _share_of_items(self, items: Tensor, world: Any) -> Any:
         """The factor for a loss that is a sum over `items` items (tokens, pixels) of this rank.
@@ -271,6 +285,7 @@ class UpdateWindow:
         loaders = self._loops or self._iterators or [None]
         self.reading: Any = loaders[-1]
         self.outermost: Any = loaders[0]
+        self.packed = any(getattr(loader, "tokens", None) for loader in (*self._loops, *self._iterators))
 
     def begin_pass(self, loader: Any, as_iterator: bool = False) -> None:
         """Note that a pass over `loader` begins; with `as_iterator`, beside the open loops, not inside them."""

@@ -21,6 +21,7 @@ from ..distributed.process_group import World
 from ..errors import BatchError, LengthError, check_whole
 from ..logging import get_logger
 from .order import size_of
+from .packing import items_of
 from .source import Source, moved, rebuild
 
 logger = get_logger(__name__)
@@ -39,6 +40,8 @@ class PreparedLoader(DataLoader[Any]):
         local_size: samples in the current batch on this rank; None if unknown.
         ended: epoch and position at the end of the last pass.
         finished: passes that began and ended since `replay`, outside of other loaders' passes.
+        tokens: at most so many in a batch of one rank, of samples one behind the other; None: by numbers of samples.
+        items: ``num_items`` of the current batch where `tokens` is set.
 
     Example:
         >>> data = torch.utils.data.DataLoader(range(8), batch_size=4)
@@ -70,6 +73,7 @@ class PreparedLoader(DataLoader[Any]):
     ended: tuple[int, int] | None = None
     last = False
     local_size: int | None = None
+    items: Any = None
     _pass: object | None = None  # the running pass
     _nested = False  # whether the running pass began inside another loader's
     _next_epoch: int | None = None  # set_epoch, while a pass runs
@@ -92,7 +96,9 @@ class PreparedLoader(DataLoader[Any]):
         sizes_differ: bool,
         device: torch.device | None,
         non_blocking: bool,
+        tokens: int | None = None,
     ) -> None:
+        self.tokens = tokens
         self.loader, self.batch_size = source.loader, batch_size
         self._original, self._source, self._window, self._world = original, source, window, world
         self._rank, self._device, self._non_blocking = rank, device, non_blocking
@@ -174,7 +180,7 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             LengthError: the data set or sampler has no length.
         """
-        batches = self._source.batches(self._rank)
+        batches = self._source.batches(self._rank, self.epoch)
         if batches is None:
             candidates = (self.dataset, self.sampler, self.batch_sampler)
             endless = next(item for item in candidates if item is not None and size_of(item) is None)
@@ -183,6 +189,26 @@ class PreparedLoader(DataLoader[Any]):
                 "epochs, or give the data set or sampler a __len__"
             )
         return batches
+
+    def lengths(self, epochs: int) -> list[int]:
+        """Batches of this rank in each of the first epochs; with `tokens` they differ.
+
+        Args:
+            epochs: how many, from epoch 0 on.
+
+        Returns:
+            One number an epoch.
+
+        Raises:
+            LengthError: the data set or sampler has no length.
+
+        Example:
+            >>> Accelerator(cpu=True).prepare(loader).lengths(epochs=2)
+            [4, 4]
+        """
+        if self.tokens is None:
+            return [len(self)] * epochs
+        return [self._source.batches(self._rank, epoch) or 0 for epoch in range(epochs)]
 
     def batch_line(self, accumulation: int = 1) -> str:
         """Write out the arithmetic of the global batch.
@@ -194,9 +220,12 @@ class PreparedLoader(DataLoader[Any]):
             ``"4 per device × 2 processes × 3 accumulation = 24"``.
         """
         ranks, size = self._source.cut.ranks, self.batch_size or 0
-        line = f"{size} per device × {ranks} process{'es' if ranks > 1 else ''}"
+        unit = ""
+        if self.tokens is not None:
+            size, unit = self.tokens, " tokens at most"
+        line = f"{size:,}{unit} per device × {ranks} process{'es' if ranks > 1 else ''}"
         line += f" × {accumulation} accumulation" if accumulation > 1 else ""
-        return f"{line} = {size * ranks * accumulation}"
+        return f"{line} = {size * ranks * accumulation:,}"
 
     def __reduce__(self) -> Any:
         """Copies are of the user's DataLoader, to be prepared where they are used."""
@@ -264,6 +293,8 @@ class PreparedLoader(DataLoader[Any]):
                     self._refuse_uneven(counts, forwards)
                 if mark is not None:
                     source.advance(mark)
+                if self.tokens is not None:
+                    self.items = items_of(batch)
                 for change in parts.batch_ready:
                     changed = change(self, batch)
                     batch = batch if changed is None else changed
@@ -305,7 +336,7 @@ class PreparedLoader(DataLoader[Any]):
         """Batches of each rank in a whole pass, if they are known and differ; else empty."""
         if skip or self.position or not self.uneven:
             return []
-        counts = [self._source.batches(rank) for rank in range(self._source.cut.ranks)]
+        counts = [self._source.batches(rank, self.epoch) for rank in range(self._source.cut.ranks)]
         return [count for count in counts if count is not None] if None not in counts and len(set(counts)) > 1 else []
 
     def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
@@ -344,7 +375,7 @@ class PreparedLoader(DataLoader[Any]):
         self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
         self._next_epoch = None
         self.position = self._surplus = 0
-        self.local_size, self.last = None, False
+        self.local_size, self.items, self.last = None, None, False
 
     # -- epochs and positions -----------------------------------------------------------------------------------------
 

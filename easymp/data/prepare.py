@@ -12,7 +12,8 @@ from ..distributed.process_group import World
 from ..errors import BatchError, EasympWarning
 from ..options import DataLoaderConfiguration
 from .loader import PreparedLoader, SkippedLoader
-from .order import Cut, size_of
+from .order import Cut, length, size_of
+from .packing import TokenBudget, collate_of, measure
 from .source import Dispatched, MapSource, Source, reads_ahead
 from .stream import StreamSource
 
@@ -75,6 +76,9 @@ def prepare_loader(
                 f"split_batches=True divides each batch among {size} processes, and batch_size={batch_size} does not "
                 f"divide: use {multiples}, or leave split_batches out (batch_size is then per process)"
             )
+    if config.tokens is not None:
+        _check_packable(loader, sampler, samples_batches, config)
+        batch_size = local_batch = None
     cut = Cut(local_batch or 1, size, config.even_batches, drop_last, split_tail)
     device = world.device if device_placement else None
     dispatch = bool(config.dispatch_batches) and world.size > 1
@@ -92,10 +96,14 @@ def prepare_loader(
         loads_ahead = dispatch or (device is not None and reads_ahead(device, config.non_blocking))
         settings["batch_mode"] = ("split" if config.split_batches else "deal") if samples_batches else None
         settings |= {"for_all": dispatch, "loads_ahead": loads_ahead and not loader.num_workers}
+        if config.tokens is not None:
+            budget = TokenBudget(config.tokens, measure(loader.dataset, config.length, world))
+            budget.check()
+            settings |= {"budget": budget, "collate_fn": collate_of(loader.collate_fn)}
         source = MapSource(loader, sampler, cut, ranks, world, **settings)
     if dispatch:
         source = Dispatched(source, world, rank, config.use_seedable_sampler)
-    if cut.drop_last and source.batches(rank) == 0:
+    if cut.drop_last and source.batches(rank, 0) == 0:
         warnings.warn(
             f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of "
             f"{cut.global_batch}. Lower the batch size, or leave drop_last out",
@@ -103,7 +111,27 @@ def prepare_loader(
             stacklevel=2,
         )
     sizes_differ = not config.split_batches if samples_batches else batch_size is None
-    return kind(loader, source, window, world, rank, local_batch, sizes_differ, device, config.non_blocking)
+    return kind(
+        loader, source, window, world, rank, local_batch, sizes_differ, device, config.non_blocking, config.tokens
+    )
+
+
+def _check_packable(
+    loader: DataLoader[Any], sampler: Any, samples_batches: bool, config: DataLoaderConfiguration
+) -> None:
+    """Raise BatchError for a loader whose samples cannot be packed by tokens."""
+    reason = ""
+    if isinstance(loader.dataset, IterableDataset) or length(sampler) is None:
+        reason = "needs a data set and a sampler with a length: pass a map-style data set"
+    elif samples_batches or loader.batch_size != 1 or config.split_batches:
+        reason = (
+            "decides which samples go together: leave batch_size and batch_sampler out of the DataLoader, and "
+            "split_batches out of the configuration"
+        )
+    elif not config.use_seedable_sampler:
+        reason = "draws the order of each epoch by its seed: leave use_seedable_sampler=False out"
+    if reason:
+        raise BatchError(f"tokens={config.tokens} {reason}")
 
 
 def _sampling(loader: DataLoader[Any], size: int) -> tuple[Any, int | None, bool, bool]:

@@ -9,7 +9,7 @@ then, and the CPU moves nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from ..distributed.process_group import World
 from ..errors import BatchError
 from . import order
 from .order import Cut, Share, length, size_of
+from .packing import TokenBudget
 
 COPIES_AHEAD = 2  # batches on their way to the device
 INDICES_AHEAD = 32  # batches of indices computed at once if the order is known beforehand
@@ -49,7 +50,7 @@ class Source(Protocol):
     seed: int
     cut: Cut  # may be replaced between two passes
 
-    def batches(self, rank: int) -> int | None: ...  # of a data rank in an epoch
+    def batches(self, rank: int, epoch: int) -> int | None: ...  # of a data rank
     def samples(self) -> int | None: ...  # of all ranks in an epoch
     def indices(self, epoch: int, begin: int, end: int) -> list[Any] | None: ...  # at these places of the order
     def read(self, epoch: int, start: int, skip: int) -> Feed: ...  # from a global sample on, without `skip` batches
@@ -257,8 +258,10 @@ class MapSource:
         seeded: draw by f(seed, epoch); otherwise as a plain DataLoader, whose order rank 0 draws for all.
         for_all: this process draws and reads for all ranks.
         loads_ahead: this process loads a batch before the step of the one before it.
+        budget: cuts the order by tokens; None: by `cut`'s number of samples.
     """
 
+    _counts: tuple[Any, list[int]] | None = None  # epoch, cut and seed, and the micro-batches of each rank by tokens
     _checked = False
     _drawn: list[Any] | None = None  # random states before the current order was drawn, if it is not f(seed, epoch)
     _digest: str | None = None  # of the order of the pass that runs, or was loaded …
@@ -278,8 +281,10 @@ class MapSource:
         pin_memory: bool,
         for_all: bool,
         loads_ahead: bool,
+        budget: TokenBudget | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.seed, self.cut = seed, cut
+        self.seed, self.cut, self._budget = seed, cut, budget
         self._sampler, self._ranks, self._batch_mode = sampler, ranks, batch_mode
         self._world, self._seeded, self._for_all, self._loads_ahead = world, seeded, for_all, loads_ahead
         self._items_are_batches = loader.batch_sampler is None
@@ -287,12 +292,19 @@ class MapSource:
         self._generator = None if for_all else loader.generator
         self._index_batches = IndexBatches()
         sampling: Any = {"batch_sampler": self._index_batches}
+        if collate_fn is not None:
+            sampling["collate_fn"] = collate_fn
         if self._items_are_batches:
             sampling = {"sampler": self._index_batches, "batch_size": None}
         self.loader = rebuild(loader, loader.dataset, pin_memory, **sampling)
 
-    def batches(self, rank: int) -> int | None:
+    def batches(self, rank: int, epoch: int) -> int | None:
         total = length(self._sampler)
+        if self._budget is not None and total is not None:
+            if self._counts is None or self._counts[0] != (epoch, self.cut, self.seed):
+                epoch_order: Any = order.draw(self._sampler, mix(self.seed, "order", epoch))
+                self._counts = (epoch, self.cut, self.seed), self._budget.batches(epoch_order, self.cut)
+            return self._counts[1][rank]
         if total is None or self._batch_mode == "split":
             return total
         return (self.cut._replace(batch=1) if self._batch_mode else self.cut).batches(total, rank)
@@ -345,7 +357,9 @@ class MapSource:
     def _shares(self, epoch: int, start: int) -> Iterator[Share]:
         cut, ranks, epoch_order = self.cut, self._ranks, self._order(epoch)
         self._check_digest(epoch_order, resumes=start > 0)
-        if isinstance(epoch_order, Sequence) and not self._batch_mode:
+        if self._budget is not None:
+            yield from self._budget.shares(epoch_order, cut, ranks, start)
+        elif isinstance(epoch_order, Sequence) and not self._batch_mode:
             readers = [order.shares(epoch_order, cut, rank, start) for rank in ranks]
             while round_shares := [share for reader in readers for share in islice(reader, 1)]:
                 yield from round_shares

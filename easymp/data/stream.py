@@ -135,7 +135,7 @@ class StreamSource:
         self._next_worker = 0
         self._worker_settings = (cut, seed, False)  # of persistent workers: cut, seed, whether they began at marks
 
-    def batches(self, rank: int) -> int | None:
+    def batches(self, rank: int, epoch: int) -> int | None:
         total = self.samples()
         if total is None:
             return None

@@ -47,7 +47,7 @@ OTHER_ATTRIBUTES = {
     "hardware": "use plan.hardware",
     "trackers": "use get_tracker(name)",
     "clear": "use free_memory()",
-    "get_state_dict": "use dict(weights(model)), which gives every rank all tensors",
+    "get_state_dict": "use dict(accelerator.weights(model)), which gives every rank all tensors",
     **dict.fromkeys(
         ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader"),
         "use prepare(), for any object",

@@ -1,0 +1,177 @@
+"""Micro-batches of at most so many tokens, of samples of different lengths that lie one behind the other in one row.
+
+A round takes consecutive samples of the epoch's order: rank 0's until the next one exceeds its tokens, then rank 1's,
+and so on. All that has been read is a prefix of the order, so a position resumes at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from ..base.rng import isolated
+from ..distributed.process_group import World
+from ..errors import BatchError
+from .order import Cut, Share
+
+IGNORED = -100  # the label that torch's cross_entropy leaves out
+
+
+def length_of(sample: Any) -> int:
+    """Tokens of a sample: a dict with ``input_ids``, or these by themselves."""
+    return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
+
+
+def measure(dataset: Any, length: Callable[[Any], int] | Sequence[int] | None, world: World) -> Sequence[int]:
+    """The lengths of all samples in tokens. Each rank reads its share of the data set once, unless they are given."""
+    if length is not None and not callable(length):
+        if len(length) != len(dataset):
+            raise BatchError(
+                f"length= holds {len(length)} lengths, and the data set has {len(dataset)} samples: pass one a sample"
+            )
+        return length
+    measure_sample = length or length_of
+    with isolated():  # data sets may draw random numbers
+        try:
+            own = [int(measure_sample(dataset[i])) for i in range(world.rank, len(dataset), world.size)]
+            error_text = ""
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            own, error_text = [], f"{type(error).__name__}: {error}"
+    shares = world.gather_objects((own, error_text))
+    if error_text := next((text for _, text in shares if text), ""):
+        raise BatchError(
+            f"tokens= packs samples by their lengths, and one cannot be measured ({error_text}): pass "
+            "DataLoaderConfiguration(length=...), a function from a sample to its tokens, or the list of all lengths"
+        )
+    lengths = [0] * len(dataset)
+    for rank, (rank_lengths, _) in enumerate(shares):
+        lengths[rank :: world.size] = rank_lengths
+    return lengths
+
+
+class TokenBudget(NamedTuple):
+    """Cuts the order of an epoch into rounds.
+
+    Attributes:
+        tokens: at most so many a rank and round.
+        lengths: tokens of each sample, by its index.
+    """
+
+    tokens: int
+    lengths: Sequence[int]
+
+    def check(self) -> None:
+        """Raise BatchError for a sample that fits into no micro-batch, or has no token."""
+        if (empty := next((i for i, length in enumerate(self.lengths) if length < 1), None)) is not None:
+            raise BatchError(f"sample {empty} has no tokens: leave it out of the data set")
+        longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
+        if self.lengths[longest] > self.tokens:
+            raise BatchError(
+                f"sample {longest} has {self.lengths[longest]:,} tokens, and a micro-batch has at most {self.tokens:,} "
+                "(tokens=): cut such samples, leave them out of the data set, or raise tokens"
+            )
+
+    def rounds(self, order: Sequence[int], cut: Cut, start: int = 0) -> Iterator[tuple[list[list[int]], int, int]]:
+        """The samples of each rank, the end of the round in the order, and the number of repeated samples."""
+        n, end = len(order), min(start, len(order))
+        while end < n:
+            packs: list[list[int]] = []
+            for _ in range(cut.ranks):
+                pack, room = [], self.tokens
+                while end < n and self.lengths[order[end]] <= room:
+                    room -= self.lengths[order[end]]
+                    pack.append(order[end])
+                    end += 1
+                packs.append(pack)
+            surplus = 0
+            if end == n and not packs[-1]:
+                if cut.drop_last:
+                    return
+                packs, surplus = self._last(packs, order, cut)
+            yield packs, end, surplus
+
+    def _last(self, packs: list[list[int]], order: Sequence[int], cut: Cut) -> tuple[list[list[int]], int]:
+        """The last round, in which every rank gets a sample: of long packs, or of the epoch's beginning again."""
+        packs = [pack for pack in packs if pack]
+        while len(packs) < cut.ranks and (longest := max(packs, key=len))[1:]:
+            half = len(longest) // 2
+            at = packs.index(longest)
+            packs[at : at + 1] = [longest[:half], longest[half:]]
+        surplus = cut.ranks - len(packs) if cut.completes else 0
+        packs += [[order[i % len(order)]] for i in range(surplus)]
+        return packs, surplus
+
+    def shares(self, order: Sequence[int], cut: Cut, ranks: Sequence[int], start: int) -> Iterator[Share]:
+        """The micro-batches of `ranks`, from sample `start` of the order on."""
+        for packs, end, surplus in self.rounds(order, cut, start):
+            for rank in ranks:
+                if rank < len(packs):
+                    yield Share(rank, packs[rank], end, surplus)
+
+    def batches(self, order: Sequence[int], cut: Cut) -> list[int]:
+        """Micro-batches of each rank in an epoch."""
+        counts = [0] * cut.ranks
+        for packs, _, _ in self.rounds(order, cut):
+            for rank in range(len(packs)):
+                counts[rank] += 1
+        return counts
+
+
+def pack(samples: Sequence[Any]) -> dict[str, Any]:
+    """Lay samples one behind the other: the collate function of loaders with ``tokens=``.
+
+    Args:
+        samples: of n documents and T tokens together: dicts with ``input_ids`` and other fields of the same length, or
+            the ids by themselves. ``labels`` default to the ids; a document's first token is no label, since the token
+            before it is another document's.
+
+    Returns:
+        Each field and ``labels``, ``position_ids`` and ``document_ids``, all int64 [1, T] (fields keep their type);
+        ``cu_seqlens``, int32 [n + 1], where documents begin, and T; ``max_seqlen``; ``num_items``, the number of labels
+        that are not -100.
+
+    Raises:
+        BatchError: padding inside a sample, or a field of another length.
+    """
+    documents = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+    for document in documents:
+        if not torch.as_tensor(document.pop("attention_mask", 1)).all():
+            raise BatchError(
+                "a sample has padding (zeros in attention_mask), and tokens= packs samples without: cut it"
+            )
+        document.setdefault("labels", document["input_ids"])
+    lengths = torch.tensor([len(document["input_ids"]) for document in documents])
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    batch: dict[str, Any] = {}
+    for name in documents[0]:
+        fields = [torch.as_tensor(document[name]) for document in documents]
+        wrong = next((f for f, n in zip(fields, lengths.tolist()) if f.ndim == 0 or len(f) != n), None)
+        if wrong is not None:
+            raise BatchError(
+                f"{name!r} of shape {tuple(wrong.shape)} is not as long as its sample's input_ids, so it cannot be "
+                "packed: leave it out of the data set, or pass a collate_fn of your own to the DataLoader"
+            )
+        batch[name] = torch.cat(fields)[None]
+    batch["labels"] = batch["labels"].clone()  # may be the ids
+    batch["labels"][0, starts[:-1]] = IGNORED
+    document_ids = torch.repeat_interleave(torch.arange(len(documents)), lengths)
+    batch["position_ids"] = (torch.arange(len(document_ids)) - starts[document_ids])[None]
+    batch["document_ids"] = document_ids[None]
+    batch["cu_seqlens"] = starts.to(torch.int32)
+    batch["max_seqlen"] = int(lengths.max())
+    batch["num_items"] = int((batch["labels"] != IGNORED).sum())
+    return batch
+
+
+def collate_of(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`pack` in place of torch's own collate function, which takes samples of one length only; else the script's."""
+    return pack if collate_fn is default_collate else collate_fn
+
+
+def items_of(batch: Any) -> int | Tensor | None:
+    """``num_items`` of a batch that is a dict and has it."""
+    return batch.get("num_items") if isinstance(batch, Mapping) else None
