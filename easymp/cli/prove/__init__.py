@@ -9,6 +9,7 @@ examples:
   easymp prove train.py --processes 2 --precision bf16 --steps 3
   easymp prove train.py --set gradient_accumulation_steps=4
   easymp prove train.py --strategy ddp --processes 2 --no-dropout -- --epochs 1
+  easymp prove train.py --strategy fsdp --processes 64 --set cpu=true
 
 Words after -- are the script's own. Options win over the script's settings.
 
@@ -20,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ... import hardware
 from ...base import env
 from ...launcher.entrypoints import check_script
 from ...settings import overrides, resolve
@@ -51,6 +54,7 @@ ONE_PROCESS = {
     "activation_checkpointing": "no",
     "activation_offload": "false",
 }
+WAITING = {"timeout": "600", "hang_after": "0"}  # of ranks that wait for a processor
 # Causes, and what to do.
 DROPOUT = (
     "--no-dropout sets the rates of dropout layers to 0 in both runs; other modules that draw need a rate of 0 in the "
@@ -126,13 +130,22 @@ def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace,
                     break
                 if number == 2 and (records / SKIPPED).exists():
                     plan = {**plan, "nonfinite": "skip"}
-                run_folder = folder / name.replace(" ", "-")
-                end = run_once(f"{number}/2 {name}", rank.launch(processes), run_folder, plan, args.timeout)
+                run_folder, command = folder / name.replace(" ", "-"), rank.launch(processes)
+                if processes > processors():
+                    plan = {**WAITING, **plan}
+                    command = [sys.executable, "-m", "easymp.cli.prove.forks", str(records), str(processes)]
+                end = run_once(f"{number}/2 {name}", command, run_folder, plan, args.timeout)
                 if end.status == INTERRUPTED:
                     raise KeyboardInterrupt
                 if end.status != FINISHED:
                     failures[name] = end
     return judge(json.loads(read(ROWS) or "[]"), read(REFUSED), failures, args.steps)
+
+
+def processors() -> int:
+    """Ranks that this machine runs at the same time: one a processor, or an accelerator."""
+    machine = hardware.detect()
+    return max(len(machine.devices), machine.cpu.threads)
 
 
 def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps: int) -> dict[str, Any]:
