@@ -30,9 +30,10 @@ from ..terminal import BOLD, GREEN, RED, YELLOW, paint, plain, wrap
 
 GRACE = 40.0  # seconds to end in after SIGTERM: more than the launcher gives its ranks
 TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
-FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
+FIRST_FAILURE = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
 FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
-TASK = "task.json"
+PROVEN, DIFFERS, FAILED, NOT_COMPARED = "proven", "differs", "failed", "not compared"  # verdicts of `easymp prove`
+TASK, REFUSED = "task.json", "refused.txt"
 COLOURS = (GREEN, RED, YELLOW)  # by exit code
 
 
@@ -143,19 +144,30 @@ class Child:
 
     def stop(self) -> None:
         """Send SIGTERM, which the launcher passes on; after GRACE or a second Ctrl-C, SIGKILL to all that are left."""
-        family = []
-        with suppress(psutil.Error):
-            family = psutil.Process(self.process.pid).children(recursive=True)
+        family = self._children()
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(GRACE)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self.process.kill()
         finally:
-            for member in family:
-                with suppress(psutil.Error):
-                    member.kill()
+            _kill(family)
             self.process.wait()
+
+    def kill(self) -> None:
+        """End it and all of its children at once by SIGKILL, and wait until they are gone."""
+        family = self._children()
+        self.process.kill()
+        _kill(family)
+        self.process.wait()
+        psutil.wait_procs(family)
+
+    def _children(self) -> list[psutil.Process]:
+        try:
+            children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+            return children
+        except psutil.Error:
+            return []
 
     def reason(self) -> str:
         """Why it failed: the launcher's sentence, the last line of the output, or the exit code."""
@@ -165,8 +177,14 @@ class Child:
                 file.seek(max(0, file.seek(0, 2) - TAIL))
                 text = file.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        first_failures: list[str] = FAILED.findall(text)
+        first_failures: list[str] = FIRST_FAILURE.findall(text)
         return [f"exit code {self.process.returncode}", *lines[-1:], *first_failures[-1:]][-1]
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 @dataclass(frozen=True)

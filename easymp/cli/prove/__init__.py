@@ -10,10 +10,15 @@ examples:
   easymp prove train.py --set gradient_accumulation_steps=4
   easymp prove train.py --strategy ddp --processes 2 --no-dropout -- --epochs 1
   easymp prove train.py --strategy fsdp --processes 64 --set cpu=true
+  easymp prove train.py --kill 20 --processes 2
+  easymp prove train.py --kill 20 --processes 2,1
+
+With --kill, SCRIPT runs to its end. Then it is killed at random instants, also inside saves, and started again. Each
+update is compared: bit for bit on as many processes, else within rounding. What was not restored is named.
 
 Words after -- are the script's own. Options win over the script's settings.
 
-Exit codes: 0 proven; 1 the plan differs, or the script fails under it; 2 it could not be compared, and the sentence
+Exit codes: 0 proven; 1 a run differs, or the script fails in it; 2 it could not be compared, and the sentence
 says why, or wrong usage; 130 interrupted.
 """
 
@@ -30,16 +35,32 @@ from typing import Any
 
 from ... import hardware
 from ...base import env
+from ...errors import SettingError
 from ...launcher.entrypoints import check_script
 from ...settings import overrides, resolve
-from ..harness import FAILURE, FINISHED, INTERRUPTED, End, Script, check_new, count, headline, plan_settings
+from ..harness import (
+    DIFFERS,
+    FAILED,
+    FAILURE,
+    FINISHED,
+    INTERRUPTED,
+    NOT_COMPARED,
+    PROVEN,
+    REFUSED,
+    End,
+    Script,
+    check_new,
+    count,
+    headline,
+    plan_settings,
+)
 from ..harness import arguments as script_arguments
 from ..harness import reworded as reworded
 from ..harness import run as run_once
 from ..terminal import ended_by_signals, plain, print_json, table, wrap
+from . import kills
 
-FIRST, ROWS, REFUSED, SKIPPED = "update-0.safetensors", "rows.json", "refused.txt", "skipped"
-PROVEN, DIFFERS, FAILED, NOT_COMPARED = "proven", "differs", "failed", "not compared"
+FIRST, ROWS, SKIPPED = "update-0.safetensors", "rows.json", "skipped"
 CODES = {PROVEN: 0, DIFFERS: 1, FAILED: 1, NOT_COMPARED: 2}
 UNDER_PLAN = "under the plan"
 PLAN = {"replica_check": "0"}  # differences of ranks are named by the proof
@@ -81,23 +102,36 @@ PREPARED = (
 def arguments(parser: argparse.ArgumentParser) -> None:
     script_arguments(parser)
     add = parser.add_argument
-    add("--processes", type=count, default=1, metavar="N", help="on this machine (%(default)s)")
+    add("--processes", type=_counts, default=[1], metavar="N", help="on this machine (1); with --kill, N,M,… in turn")
     add("--steps", type=count, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
+    add("--kill", type=count, metavar="N", help="kill the script N times, and show that it goes on as if it was not")
+    add("--seed", type=int, default=0, metavar="N", help="of the instants of --kill (%(default)s)")
     dropout = "set the rates of dropout layers to 0 in both runs, which cannot draw the same masks"
     add("--no-dropout", action="store_false", dest="dropout", help=dropout)
     add("--timeout", type=float, metavar="SECONDS", help="stop a run that takes longer")
     add("--output", type=Path, metavar="DIR", help="a new folder that keeps what the runs print and record")
 
 
+def _counts(text: str) -> list[int]:
+    return [count(number) for number in text.split(",")]
+
+
 def run(args: argparse.Namespace) -> int:
     script = Script(args.script, args.arguments, args.module)
     check_script(args.script, args.module)
     settings = plan_settings(args)
+    if len(args.processes) > 1 and not args.kill:
+        raise SettingError("--processes with several numbers is for --kill: pass one")
     if args.output:
         check_new(args.output)
     output = nullcontext(args.output) if args.output else tempfile.TemporaryDirectory(prefix="easymp-prove-")
-    with ended_by_signals(), output as folder:
-        record = prove(script, settings, args, Path(folder).absolute())
+    with ended_by_signals(), output as folder, env.override(**overrides(args.set)):
+        seed = {} if resolve().seed is not None else {f"{env.PREFIX}SEED": "0"}  # the script's own wins
+        with env.override(**seed):
+            if args.kill:
+                record = kills.Kills(script, settings, args, Path(folder).absolute()).run()
+            else:
+                record = prove(script, settings, args, Path(folder).absolute())
     code = CODES[record["verdict"]]
     if args.json:
         print_json(record)
@@ -116,29 +150,26 @@ def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace,
     records.mkdir(parents=True)
     script.write_task(records, steps=args.steps, dropout=args.dropout)
     rank = Script("easymp.cli.prove.rank", [str(records)], module=True)
-    runs = ((UNDER_PLAN, {**PLAN, **settings}, args.processes), ("on one process", ONE_PROCESS, 1))
+    runs = ((UNDER_PLAN, {**PLAN, **settings}, args.processes[0]), ("on one process", ONE_PROCESS, 1))
     failures: dict[str, End] = {}
 
     def read(name: str) -> str:
         return (records / name).read_text(encoding="utf-8") if (records / name).exists() else ""
 
-    with env.override(**overrides(args.set)):
-        seed = {} if resolve().seed is not None else {f"{env.PREFIX}SEED": "0"}  # the script's own wins
-        with env.override(**seed):
-            for number, (name, plan, processes) in enumerate(runs, 1):
-                if number == 2 and (read(REFUSED) or not (records / FIRST).exists()):
-                    break
-                if number == 2 and (records / SKIPPED).exists():
-                    plan = {**plan, "nonfinite": "skip"}
-                run_folder, command = folder / name.replace(" ", "-"), rank.launch(processes)
-                if processes > processors():
-                    plan = {**WAITING, **plan}
-                    command = [sys.executable, "-m", "easymp.cli.prove.forks", str(records), str(processes)]
-                end = run_once(f"{number}/2 {name}", command, run_folder, plan, args.timeout)
-                if end.status == INTERRUPTED:
-                    raise KeyboardInterrupt
-                if end.status != FINISHED:
-                    failures[name] = end
+    for number, (name, plan, processes) in enumerate(runs, 1):
+        if number == 2 and (read(REFUSED) or not (records / FIRST).exists()):
+            break
+        if number == 2 and (records / SKIPPED).exists():
+            plan = {**plan, "nonfinite": "skip"}
+        run_folder, command = folder / name.replace(" ", "-"), rank.launch(processes)
+        if processes > processors():
+            plan = {**WAITING, **plan}
+            command = [sys.executable, "-m", "easymp.cli.prove.forks", str(records), str(processes)]
+        end = run_once(f"{number}/2 {name}", command, run_folder, plan, args.timeout)
+        if end.status == INTERRUPTED:
+            raise KeyboardInterrupt
+        if end.status != FINISHED:
+            failures[name] = end
     return judge(json.loads(read(ROWS) or "[]"), read(REFUSED), failures, args.steps)
 
 

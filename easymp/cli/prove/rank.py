@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,17 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from ...base.dtensor import local
-from ...base.parts import Part
 from ...base.pytree import leaves
 from ...checkpoint.huggingface import gather_on_host, load
 from ...optim import PreparedOptimizer
 from ...optim.torch_step import IMPLEMENTATION
 from ...precision.policies import LOW
-from ..harness.rank import Runner, Stop, read_task
-from . import FIRST, REFUSED, ROWS, SKIPPED
+from ..harness.rank import SingleRunner, Stop, read_task, row_checksums
+from . import FIRST, ROWS, SKIPPED
 
 # Relative differences that a precision explains: 1024 unit roundoffs of fp32, 32 of shorter dtypes, half the value for
 # fp8.
@@ -43,15 +40,11 @@ ROUNDINGS = 4  # of a weight to the dtype that it is stored in
 MUON = 0.5  # of an update: Muon orthogonalises in bf16, which amplifies rounding
 
 
-class Writer(Runner):
-    """Saves the updates of the plan, on rank 0.
-
-    The task's ``steps`` are updates of each optimizer; its ``dropout`` False sets the rates of dropout layers to 0.
-    """
+class Writer(SingleRunner):
+    """Saves the updates of the plan, on rank 0. The task's ``steps`` are updates of each optimizer."""
 
     def __init__(self, folder: Path, task: dict[str, Any]) -> None:
         super().__init__(folder, task)
-        self.acc: Any = None
         self.root: nn.Module = nn.ModuleList()  # the model, or all models
         self.number = 0  # of the update
         self._reset()
@@ -61,10 +54,6 @@ class Writer(Runner):
         self.outputs: dict[str, list[tuple[float, float]]] = {}
         self.samples: set[int] = set()
 
-    def refuse(self, reason: str) -> None:
-        (self.folder / REFUSED).write_text(reason, encoding="utf-8")
-        raise Stop
-
     def run_script(self) -> None:
         with suppress(Stop):
             self.play()
@@ -72,20 +61,6 @@ class Writer(Runner):
             self.acc.close()
 
     # -- events of the run
-
-    def join_run(self) -> Part:
-        if self.acc is not None:
-            self.refuse("the script makes several Accelerators")
-        return self
-
-    def begin(self) -> None:
-        self.acc = self.accelerator
-
-    def preparing(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        for module in (module for model in models for module in model.modules() if not self.task["dropout"]):
-            rates = [name for name, value in vars(module).items() if "drop" in name and type(value) is float]
-            for name in [*rates, *(["p"] if isinstance(module, _DropoutNd) else [])]:
-                setattr(module, name, 0.0)
 
     def prepared(self, objects: Sequence[Any]) -> None:
         prepared, plan = self.run.prepared, self.run.plan
@@ -102,10 +77,7 @@ class Writer(Runner):
         self.losses.append((loss.detach(), num_items))
 
     def batch_ready(self, loader: Any, batch: Any) -> None:
-        for i, leaf in enumerate(leaves(batch)):
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.numel():
-                rows = leaf.detach().cpu().reshape(len(leaf), -1).contiguous().view(torch.uint8)
-                self.samples.update(zlib.crc32(row, i) for row in rows.numpy())
+        self.samples.update(row_checksums(batch))
 
     @torch.no_grad()
     def step(self, optimizer: PreparedOptimizer) -> None:
