@@ -10,6 +10,9 @@ examples:
   easymp prove train.py --set gradient_accumulation_steps=4
   easymp prove train.py --strategy ddp --processes 2 --no-dropout -- --epochs 1
   easymp prove train.py --strategy fsdp --processes 64 --set cpu=true
+  easymp prove train.py --against old-env/bin/python
+  easymp prove train.py --against accelerate --processes 2
+  easymp prove moved.py --against before.py
   easymp prove train.py --kill 20 --processes 2
   easymp prove train.py --kill 20 --processes 2,1
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -62,7 +66,7 @@ from . import kills
 
 FIRST, ROWS, SKIPPED = "update-0.safetensors", "rows.json", "skipped"
 CODES = {PROVEN: 0, DIFFERS: 1, FAILED: 1, NOT_COMPARED: 2}
-UNDER_PLAN = "under the plan"
+UNDER_PLAN, ONE, HERE = "under the plan", "on one process", "here"
 PLAN = {"replica_check": "0"}  # differences of ranks are named by the proof
 ONE_PROCESS = {
     **PLAN,
@@ -105,6 +109,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=_counts, default=[1], metavar="N", help="on this machine (1); with --kill, N,M,… in turn")
     add("--steps", type=count, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
     add("--kill", type=count, metavar="N", help="kill the script N times, and show that it goes on as if it was not")
+    reference = "compare with the run by another PYTHON, with accelerate's own, or with a script before its move"
+    add("--against", metavar="REFERENCE", help=reference)
     add("--seed", type=int, default=0, metavar="N", help="of the instants of --kill (%(default)s)")
     dropout = "set the rates of dropout layers to 0 in both runs, which cannot draw the same masks"
     add("--no-dropout", action="store_false", dest="dropout", help=dropout)
@@ -122,16 +128,18 @@ def run(args: argparse.Namespace) -> int:
     settings = plan_settings(args)
     if len(args.processes) > 1 and not args.kill:
         raise SettingError("--processes with several numbers is for --kill: pass one")
+    moved = args.against is not None and not is_interpreter(args.against)
     if args.output:
         check_new(args.output)
     output = nullcontext(args.output) if args.output else tempfile.TemporaryDirectory(prefix="easymp-prove-")
     with ended_by_signals(), output as folder, env.override(**overrides(args.set)):
-        seed = {} if resolve().seed is not None else {f"{env.PREFIX}SEED": "0"}  # the script's own wins
+        # The script's own wins; a moved script draws as its reference does, from torch's generator.
+        seed = {} if moved or resolve().seed is not None else {f"{env.PREFIX}SEED": "0"}
         with env.override(**seed):
             if args.kill:
                 record = kills.Kills(script, settings, args, Path(folder).absolute()).run()
             else:
-                record = prove(script, settings, args, Path(folder).absolute())
+                record = prove(script, settings, args, moved, Path(folder).absolute())
     code = CODES[record["verdict"]]
     if args.json:
         print_json(record)
@@ -144,13 +152,29 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the script under the plan, then on one process, which compares; and judge."""
+def prove(
+    script: Script, settings: Mapping[str, str], args: argparse.Namespace, moved: bool, folder: Path
+) -> dict[str, Any]:
+    """Run the script under the plan, then on one process, which compares; and judge.
+
+    A script that has `moved` from another library is compared with what it was before.
+    """
     records = folder / "records"
     records.mkdir(parents=True)
-    script.write_task(records, steps=args.steps, dropout=args.dropout)
-    rank = Script("easymp.cli.prove.rank", [str(records)], module=True)
-    runs = ((UNDER_PLAN, {**PLAN, **settings}, args.processes[0]), ("on one process", ONE_PROCESS, 1))
+    against = args.against
+    reference = against if moved and against.endswith(".py") else script.path
+    facts = {"against": against, "reference": reference, "steps": args.steps, "dropout": args.dropout}
+    script.write_task(records, **facts)
+    rank = Script(f"easymp.cli.prove.{'against' if moved else 'rank'}", [str(records)], module=True)
+    processes = args.processes[0]
+    first, second = (UNDER_PLAN, {**PLAN, **settings}, processes), (ONE, ONE_PROCESS, 1)
+    if against:
+        first = (f"against {Path(against).name}", *first[1:])
+    if moved:  # a reference may count its micro-batches itself
+        plan = {**ONE_PROCESS, "strategy": "ddp" if processes > 1 else "single"}
+        del plan["gradient_accumulation_steps"]
+        second = (HERE, plan, processes)
+    runs = (first, second)
     failures: dict[str, End] = {}
 
     def read(name: str) -> str:
@@ -162,6 +186,8 @@ def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace,
         if number == 2 and (records / SKIPPED).exists():
             plan = {**plan, "nonfinite": "skip"}
         run_folder, command = folder / name.replace(" ", "-"), rank.launch(processes)
+        if number == 1 and against and not moved:
+            command[0] = against
         if processes > processors():
             plan = {**WAITING, **plan}
             command = [sys.executable, "-m", "easymp.cli.prove.forks", str(records), str(processes)]
@@ -170,7 +196,23 @@ def prove(script: Script, settings: Mapping[str, str], args: argparse.Namespace,
             raise KeyboardInterrupt
         if end.status != FINISHED:
             failures[name] = end
-    return judge(json.loads(read(ROWS) or "[]"), read(REFUSED), failures, args.steps)
+    rows = json.loads(read(ROWS) or "[]")
+    for row in rows:
+        row["plan"] |= {"by": f" by {against}" if against and not moved else "", "second": second[0]}
+    return judge(rows, read(REFUSED), failures, args.steps)
+
+
+def is_interpreter(against: str) -> bool:
+    """Whether `against` names a Python that runs the reference; a SettingError for what is no reference."""
+    if against == "accelerate" or (against.endswith(".py") and Path(against).is_file()):
+        return False
+    path = shutil.which(against)
+    if path is None or against in ("fabric", "plain"):
+        raise SettingError(
+            f"--against {against}: pass a Python, such as old/bin/python; accelerate, for a script that imports it; or "
+            "the path of the script before its move (to Fabric's layer, or from torch alone)"
+        )
+    return True
 
 
 def processors() -> int:
@@ -188,7 +230,7 @@ def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps:
     if row and not row["apart"] and row["draws"]:
         reason, hints = f"{row['draws']} draws random numbers, others for other parts of a batch", [DROPOUT]
     elif row and not row["apart"] and not row["same samples"]:
-        reason, hints = f"update {row['update']} reads other samples on one process", [SAMPLES]
+        reason, hints = f"update {row['update']} reads other samples {row['plan'].get('second', ONE)}", [SAMPLES]
     elif row:
         verdict, reason = DIFFERS, difference(row)
         hints = causes(row) + [f"Then {failure}." for failure in sentences]
@@ -207,9 +249,10 @@ def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps:
         differences = [row[kind]["largest"] for row in compared for kind in ("gradients", "weights")]
         largest = max(filter(None, differences), key=lambda d: d["times"])
         count, verdict = len({row["update"] for row in compared}), PROVEN
+        other = "the script here" if compared[0]["plan"].get("second") == HERE else "one process in fp32"
         reason = (
-            f"{count} update{'s' * (count > 1)} {plan_text(compared[0])} gave the losses, gradients and weights of one "
-            f"process in fp32. The largest difference is {largest['times']:.2g} of what "
+            f"{count} update{'s' * (count > 1)} {plan_text(compared[0])} gave the losses, gradients and weights of "
+            f"{other}. The largest difference is {largest['times']:.2g} of what "
             f"{compared[0]['plan']['precision']} explains ({largest['name']})"
         )
         if count < steps:
@@ -221,7 +264,7 @@ def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps:
 def plan_text(row: Mapping[str, Any]) -> str:
     plan = row["plan"]
     plural = "es" * (plan["processes"] > 1)
-    return f"under {plan['strategy']} on {plan['processes']} process{plural} in {plan['precision']}"
+    return f"under {plan['strategy']} on {plan['processes']} process{plural} in {plan['precision']}{plan.get('by', '')}"
 
 
 def difference(row: Mapping[str, Any]) -> str:
@@ -231,17 +274,17 @@ def difference(row: Mapping[str, Any]) -> str:
         values = f"{tensor['plan']:.6g} on rank {tensor['rank']} and {tensor['one']:.6g} on rank 0"
         element = f"{tensor['name']}{tensor['at']} in {tensor['layer']}"
         return f"{head}the {tensor['kind']} of {element} is {values}, and must be equal"
-    clauses = []
+    clauses, second = list[str](), row["plan"].get("second", ONE)
     if not row.get("loss", {"times": 0})["times"] <= 1:
-        clauses.append(f"the loss is {row['loss']['plan']:.6g}, and {row['loss']['one']:.6g} on one process")
+        clauses.append(f"the loss is {row['loss']['plan']:.6g}, and {row['loss']['one']:.6g} {second}")
     if row["option"]:
-        clauses.append("{} of the optimizer is {:.6g}, and {:.6g} on one process".format(*row["option"]))
+        clauses.append("{} of the optimizer is {:.6g}, and {:.6g} {}".format(*row["option"], second))
     for kind in ("gradients", "weights"):
         if tensors := row[kind]["beyond"]:
             tensor, count = tensors[0], len(tensors) - 1
             clauses.append(
                 f"the {kind[:-1]} of {tensor['name']}{tensor['at']} in {tensor['layer']} is {tensor['plan']:.6g}, and "
-                f"{tensor['one']:.6g} on one process, {tensor['times']:.2g} times what the precision explains"
+                f"{tensor['one']:.6g} {second}, {tensor['times']:.2g} times what the precision explains"
                 f"{f' ({count} others differ, too)' if count else ''}"
             )
             break
@@ -266,7 +309,9 @@ def causes(row: Mapping[str, Any]) -> list[str]:
 
 def update_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The updates: losses, and the largest differences as multiples of what the precision explains."""
-    cells: list[list[Any]] = [["update", "optimizer", "loss", "on one process", "gradients", "weights"]]
+    cells: list[list[Any]] = [
+        ["update", "optimizer", "loss", rows[0]["plan"].get("second", ONE), "gradients", "weights"]
+    ]
     for row in rows:
         losses = [f"{row['loss'][key]:.6g}" if "loss" in row else None for key in ("plan", "one")]
         missing = "skipped" if row["skipped"] else "not full" if row["short"] else None

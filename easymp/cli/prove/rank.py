@@ -99,13 +99,9 @@ class Writer(SingleRunner):
 
     def _record_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Record the mean of a layer's output, and of its magnitude: they show which layer differs first."""
-        first = next((t for t in leaves(output) if isinstance(t, Tensor) and t.is_floating_point()), None)
-        if first is not None and module.training and torch.is_grad_enabled():
-            tensor = local(first.detach())
-            tensor = getattr(tensor, "trigger_wait", lambda: tensor)()
-            if type(tensor) is Tensor and not tensor.is_meta and tensor.numel():  # a survey runs on fake tensors
-                means = float(tensor.double().mean()), float(tensor.double().abs().mean())
-                self.outputs.setdefault(name, []).append(means)
+        means = mean_and_magnitude(module, output)
+        if means is not None:
+            self.outputs.setdefault(name, []).append(means)
 
     # -- facts of all ranks
 
@@ -327,6 +323,22 @@ class Repeater(Writer):
         return {"largest": largest, "beyond": [d for d in differences if not d["times"] <= 1]}
 
 
+def mean_and_magnitude(module: nn.Module, output: Any) -> tuple[float, float] | None:
+    """The mean of the first tensor of a layer's output, and of its magnitude; None outside of training."""
+    first = next((t for t in leaves(output) if isinstance(t, Tensor) and t.is_floating_point()), None)
+    if first is None or not (module.training and torch.is_grad_enabled()):
+        return None
+    tensor = local(first.detach())
+    tensor = getattr(tensor, "trigger_wait", lambda: tensor)()
+    if type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():  # a survey runs on fake tensors
+        return None
+    return float(tensor.double().mean()), float(tensor.double().abs().mean())
+
+
+def write_rows(folder: Path, report: Sequence[dict[str, Any]]) -> None:
+    (folder / ROWS).write_text(json.dumps(report), encoding="utf-8")
+
+
 def multiple(error: float, bound: float) -> float:
     return error / bound if bound else math.inf if error else 0.0
 
@@ -363,7 +375,7 @@ def main(folder: Path) -> None:
         rank.run_script()
     finally:
         if isinstance(rank, Repeater):
-            (folder / ROWS).write_text(json.dumps(rank.report), encoding="utf-8")
+            write_rows(folder, rank.report)
 
 
 if __name__ == "__main__":
