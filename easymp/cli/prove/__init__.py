@@ -299,12 +299,13 @@ def causes(row: Mapping[str, Any]) -> list[str]:
     ratio, shares, accumulation = row["ratio"], row["plan"]["shares"], row["plan"]["accumulation"]
     if row["batchnorm"] and shares * accumulation > 1:
         return [BATCHNORM.format(row["batchnorm"])]
+    second = "here" if row["plan"].get("second") == HERE else "of one process"
     if ratio is None or abs(ratio - 1) < 0.1:
         return []
     divisors = {"the number of processes": shares, "gradient_accumulation_steps": accumulation}
     names = [f"{name} ({n})" for name, n in divisors.items() if n > 1 and abs(ratio * n - 1) < 0.1]
     cause = f": the script divides the loss by {' or '.join(names)}, as the Accelerator does" if names else ""
-    return [f"All gradients are {ratio:.3g} × those of one process{cause}."]
+    return [f"All gradients are {ratio:.3g} × those {second}{cause}."]
 
 
 def update_table(rows: Sequence[Mapping[str, Any]]) -> str:

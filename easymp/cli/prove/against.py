@@ -100,18 +100,17 @@ class Reference:
             self.root = module
             self._save("start-1", {"weights": self._tensors()})
             for name, layer in module.named_modules():
-                layer.register_forward_hook(self._recorder(name))
+                layer.register_forward_hook(self._recorder(name, next(module.parameters()).device))
         elif self.root is not module:
             (self.folder / REFUSED).write_text(SEVERAL, encoding="utf-8")
             raise Stop
         self.samples.update(row_checksums(tensors_of(args, keywords)))
-        device = next(module.parameters()).device.type
-        if torch.is_autocast_enabled(device):
-            self.precision = DTYPE_NAMES[torch.get_autocast_dtype(device)]
 
-    def _recorder(self, name: str) -> Callable[..., None]:
+    def _recorder(self, name: str, device: torch.device) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            means = mean_and_magnitude(module, output)
+            means, kind = mean_and_magnitude(module, output), device.type
+            if torch.is_autocast_enabled(kind):
+                self.precision = DTYPE_NAMES[torch.get_autocast_dtype(kind)]
             if means is not None:
                 self.outputs.setdefault(name, []).append(means)
 
