@@ -220,7 +220,7 @@ REMOVED = {
     "--per-node": "--for 2x4xH100 says how many ranks a node has",
     "--dtype": "--precision bf16-true counts weights that are trained in bf16",
     "--cpu": "--for 8xcpu-64GB describes processes on CPUs",
-    "--html": "--output curves.svg draws a picture, and easymp compare RUN RUN writes a page",
+    "--html": "--output curves.svg draws a picture, and easymp compare RUN RUN compares runs",
     "--all": "--set KEY=VALUE answers ahead, also a question that is not asked",
     "--slurm": "sbatch a script as in the guide to Slurm, with srun easymp launch train.py in it",
 }

@@ -14,16 +14,14 @@ The table of the last values is always printed. The picture needs matplotlib: pi
 from __future__ import annotations
 
 import argparse
-import base64
 import io
 import json
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,23 +34,24 @@ from .terminal import missing_packages, table, wrap
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which any kind of colour vision can tell apart (Color Universal Design, 2008).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-LINE_STYLES = ("-", "--", ":", "-.")
 NOISY = 60  # points from which on a curve has values of single batches, which scatter
 WINDOWS = 25  # of a running mean in a noisy curve
-RUNNING_MEANS = "Curves of many values are running means; the values themselves lie faintly behind."
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a panel
 LOG_RATIO = 30  # of the largest to the smallest value, from which on the axis is logarithmic
-STYLE: Any = {
-    "text.parse_math": False,  # a name is not a formula
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": "#c9ced6",
-    "legend.framealpha": 0,
-}
+LINE_STYLES = ("-", "--", ":", "-.")  # one for each round of the style's colours
+# The colours of matplotlib's style can be told apart by any kind of colour vision.
+STYLE: Any = [
+    "tableau-colorblind10",
+    {
+        "text.parse_math": False,  # a name is not a formula
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": "#c9ced6",
+        "legend.framealpha": 0,
+    },
+]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +74,16 @@ def run(args: argparse.Namespace) -> int:
     print(table(rows, right=set(range(1, len(rows[0])))))
     if sentence := missing_packages("report", "matplotlib"):
         raise SettingError(f"No curves: {sentence}")
-    panels: list[Panel] = []
+    panels = []
     for name in names:
         lines: list[Line] = []
         for series, run in enumerate(runs):
-            points = [(p.step if args.x == "step" else p.seconds, p.value) for p in run.curves.get(name, [])]
-            lines += smooth(series, points)
-        if lines:
-            x_label = "step" if args.x == "step" else "seconds since the start"
-            draw_name = partial(draw_lines, lines=lines, names=[run.name for run in runs], x_label=x_label)
-            panels.append((name, partial(draw_name, y_label=name)))
+            lines += smooth(series, points_of(run.curves.get(name, ()), by_time=args.x == "time"))
+        panels.append(Panel(name, lines, "step" if args.x == "step" else "seconds since the start", name))
+    panels = [panel for panel in panels if panel.lines]
     if not panels:
         raise SettingError(f"No curves: of {', '.join(names)} no run has logged a finite number")
-    args.output.write_bytes(draw(panels, min(2, len(panels)), form))
+    args.output.write_bytes(draw(panels, [run.name for run in runs], form))
     print(f"\nwrote {args.output}")
     return 0
 
@@ -194,7 +190,19 @@ class Line(NamedTuple):
     main: bool
 
 
-Panel = tuple[str, Callable[["Axes"], None]]  # a title, and a function that draws
+class Panel(NamedTuple):
+    """Lines in one pair of axes."""
+
+    title: str
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    percent: bool = False  # values from 0 to 1 are shares
+    from_zero: bool = False
+
+
+def points_of(curve: Iterable[Point], by_time: bool) -> list[tuple[float, float]]:
+    return [(point.seconds if by_time else point.step, point.value) for point in curve]
 
 
 def smooth(series: int, points: list[tuple[float, float]], main: bool = True) -> Iterator[Line]:
@@ -213,91 +221,45 @@ def smooth(series: int, points: list[tuple[float, float]], main: bool = True) ->
         yield Line(series, points, main)
 
 
-def draw_lines(
-    axes: Axes,
-    lines: Sequence[Line],
-    names: Sequence[str],
-    x_label: str,
-    y_label: str,
-    percent: bool = False,
-    from_zero: bool = False,
-) -> None:
-    """Draw `lines`, with one legend entry for each main line; a logarithmic axis where values differ by `LOG_RATIO`."""
-    from matplotlib.ticker import PercentFormatter
-
-    values = [value for line in lines for _, value in line.points]
-    if from_zero:
-        axes.set_ylim(0, 1.05 * max(values))
-    elif percent and all(0 <= value <= 1 for value in values):
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    elif min(values) > 0 and max(values) > LOG_RATIO * min(values):  # equal steps would hide the small ones
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-    for line in lines:
-        # Each pair of a colour and a style occurs once, for as many series as there are pairs.
-        style = LINE_STYLES[(line.series + line.series // len(COLOURS)) % len(LINE_STYLES)]
-        axes.plot(
-            *zip(*line.points),
-            color=colour(line.series),
-            linestyle=style if line.main else "-",
-            linewidth=1.8 if line.main else 0.9,
-            alpha=1 if line.main else 0.3,
-            marker="o" if len(line.points) == 1 else None,
-            label=names[line.series] if line.main else None,
-        )
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.legend(fontsize="small")
-
-
-def draw(panels: Sequence[Panel], columns: int, form: str, heading: str = "") -> bytes:
-    """All panels in one image, as ``"svg"`` or ``"png"``, under a heading."""
-    import matplotlib
+def draw(panels: Sequence[Panel], names: Sequence[str], form: str, heading: str = "") -> bytes:
+    """All panels in one image, as ``"svg"`` or ``"png"``, under a heading; `names` are those of the series."""
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.style.context(STYLE):
+        columns = min(2, len(panels))
         rows = -(-len(panels) // columns)
         height = rows * HEIGHT + (0.8 if heading else 0)
         figure, file = Figure(figsize=(columns * WIDTH, height), layout="constrained"), io.BytesIO()
         if heading:
             figure.suptitle(textwrap.fill(heading, 100), fontsize=11, x=0.02, ha="left")
-        for number, (title, draw_panel) in enumerate(panels, 1):
-            axes = figure.add_subplot(rows, columns, number)
-            axes.set_title(title, loc="left", fontsize=11)
-            draw_panel(axes)
+        for number, panel in enumerate(panels, 1):
+            _draw_panel(figure.add_subplot(rows, columns, number), panel, names)
         figure.savefig(file, format=form, dpi=150)
     return file.getvalue()
 
 
-def colour(series: int) -> str:
-    return COLOURS[series % len(COLOURS)]
+def _draw_panel(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    """Draw the lines, each main one with its name; the axis is logarithmic where values differ by `LOG_RATIO`."""
+    from matplotlib.ticker import PercentFormatter
 
-
-class Section(NamedTuple):
-    """A part of a page: a table or plots, with sentences below it."""
-
-    title: str
-    rows: Sequence[Sequence[Any]] = ()  # the heads first; a cell is a text, or a pair with a smaller text below it
-    panels: Sequence[Panel] = ()
-    notes: Sequence[str] = ()
-    words: bool = False  # cells are sentences, and not numbers
-    series: bool = False  # each row has the colour of its number
-
-
-def render(title: str, notes: Sequence[str], sections: Sequence[Section]) -> str:
-    """One HTML file without scripts and links; texts from outside are escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals["colour"] = colour
-    content = []
-    for section in sections:
-        images = [(panel[0], base64.b64encode(draw([panel], 1, "svg")).decode()) for panel in section.panels]
-        content.append({**section._asdict(), "images": images})
-    return environment.get_template("page.html.jinja").render(title=title, notes=notes, sections=content)
+    values = [value for line in panel.lines for _, value in line.points]
+    if panel.from_zero:
+        axes.set_ylim(0, 1.05 * max(values))
+    elif panel.percent and all(0 <= value <= 1 for value in values):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif min(values) > 0 and max(values) > LOG_RATIO * min(values):  # equal steps would hide the small ones
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    for line in panel.lines:
+        colour, style = f"C{line.series}", LINE_STYLES[line.series // 10 % len(LINE_STYLES)]
+        marker = "o" if len(line.points) == 1 else None
+        if line.main:
+            label = names[line.series]
+            axes.plot(*zip(*line.points), color=colour, linestyle=style, linewidth=1.8, marker=marker, label=label)
+        else:
+            axes.plot(*zip(*line.points), color=colour, linewidth=0.9, alpha=0.3, marker=marker)
+    axes.set_title(panel.title, loc="left", fontsize=11)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.legend(fontsize="small")

@@ -73,4 +73,4 @@ def talk(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callabl
 def fonts() -> None:
     """matplotlib leaves font files open, which no single test is to blame for."""
     for form in ("svg", "png"):
-        plot.draw([("x", lambda axes: None)], 1, form)
+        plot.draw([plot.Panel("x", [plot.Line(0, [(0, 0)], True)], "x", "y")], ["x"], form)

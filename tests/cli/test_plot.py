@@ -59,7 +59,7 @@ def test_mistakes_are_named(runs: Path, capsys: Any) -> None:
         ("other.jsonl", "has no rows of a run"),
         (f"{runs} --metric los", "no run has logged a number as 'los', did you mean 'loss'? Logged: loss"),
         (f"{runs} --output x.gif", "ends with .png or .svg"),
-        (f"{runs} --html x.html", "--output curves.svg draws a picture, and easymp compare RUN RUN writes a page"),
+        (f"{runs} --html x.html", "--output curves.svg draws a picture, and easymp compare RUN RUN compares runs"),
     ):
         assert main(["plot", *arguments.split()]) == 2
         assert sentence in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Run a script under several plans, in turn, and say which one to take.
 
-Time, memory, loss and accuracy of each: as a table, and as a page with plots. SCRIPT needs an Accelerator, and
+Time, memory, loss and accuracy of each: as a table, and as a picture of curves. SCRIPT needs an Accelerator, and
 acc.log({"loss": loss}) for curves; accuracy is logged alike. Plans win over its own settings. Each combination of the
 values given is one; the results of the others are compared with those of the first.
 
@@ -14,8 +14,8 @@ examples:
   easymp compare fp32=runs/a fp32=runs/b bf16=runs/c     runs that exist
 
 Words after -- are the script's own. Three runs of each plan or more can show a difference of times; fewer are a hint.
-The folder --output gets the page (compare.html, one file), a picture, a JSON and the raw records; page and picture need
-matplotlib: pip install 'easymp[report]'.
+The folder --output gets all numbers with the plans (compare.json), a picture (compare.png) and the raw records; the
+picture needs matplotlib: pip install 'easymp[report]'.
 
 Exit codes: 0 all runs finished; 1 one did not, and the table says why; 2 wrong usage; 130 interrupted, after showing
 the finished runs.
@@ -29,14 +29,13 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...base import env
 from ...base.units import duration, rate, size
@@ -47,15 +46,11 @@ from ...settings import overrides, read_pairs
 from ..harness import INTERRUPTED, Script, check_new, count
 from ..harness import reworded as reworded
 from ..harness import run as run_once
-from ..plot import NOISY, RUNNING_MEANS, Line, Panel, Section, colour, draw, draw_lines, render, smooth
+from ..plot import Line, Panel, draw, points_of, smooth
 from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, missing_packages, paint, plain, table, wrap
-from .runs import Record, Run, Summary, Variant, is_run, load, median, path_of, read, variants
+from .runs import Record, Run, Variant, is_run, load, median, path_of, read, variants
 from .verdict import Comparison, conclude, ratio_text
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-REPORT_PACKAGES = ("matplotlib", "jinja2")
 SINCE_FIRST_UPDATE = "seconds from the first update"
 
 
@@ -270,103 +265,47 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def write(comparison: Comparison) -> tuple[list[Path], str]:
-    """Write ``compare.json``, ``.html`` and ``.png``; returns their paths, and why one is missing or ""."""
-    path = comparison.folder / "compare.json"
+    """Write ``compare.json`` and ``compare.png``; returns their paths, and why there is no picture or ""."""
+    path, picture = comparison.folder / "compare.json", comparison.folder / "compare.png"
     path.write_text(json.dumps(as_json(comparison), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if sentence := missing_packages("report", *REPORT_PACKAGES):
-        return [path], f"No page and no picture: {sentence}"
-    html, picture = comparison.folder / "compare.html", comparison.folder / "compare.png"
-    panels = list(make_panels(comparison))
-    html.write_text(make_page(comparison, panels), encoding="utf-8")
+    if sentence := missing_packages("report", "matplotlib"):
+        return [path], f"No picture: {sentence}"
+    panels = make_panels(comparison)
     if not panels:
-        return [path, html], ""
-    picture.write_bytes(draw(panels, 2, "png", comparison.verdict.sentence))
-    return [path, html, picture], ""
+        return [path], ""
+    names = [plan.name for plan in comparison.summaries]
+    picture.write_bytes(draw(panels, names, "png", comparison.verdict.sentence))
+    return [path, picture], ""
 
 
 # -- plots
 
 
-def make_panels(comparison: Comparison) -> Iterator[Panel]:
-    plans = comparison.summaries
-    draw_plans = partial(draw_lines, names=[plan.name for plan in plans])
+def make_panels(comparison: Comparison) -> list[Panel]:
+    """The compared values by updates and by seconds, and memory by seconds."""
+    plans, panels = comparison.summaries, list[Panel]()
 
-    def lines_of(points_of: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
+    def lines_of(points_of_record: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
         """The lines of each run, that of the typical one of a plan last, on top."""
         lines: list[Line] = []
         for index, plan in enumerate(plans):
             typical = plan.typical
             for run in sorted(plan.runs, key=lambda run: run is typical):
-                lines += smooth(index, points_of(run.record) if run.record else [], run is typical)
+                lines += smooth(index, points_of_record(run.record) if run.record else [], run is typical)
         return lines
 
-    if any(plan.speeds for plan in plans):
-        yield f"Speed, {plans[0].unit} a second", partial(_draw_speeds, plans)
     for metric, by_time in product(comparison.metrics[:2], (False, True)):
-        if lines := lines_of(partial(_curve, metric.name, by_time)):
-            draw_metric = partial(draw_plans, lines=lines, y_label=metric.name, percent=metric.share)
-            x_label = SINCE_FIRST_UPDATE if by_time else "optimizer updates"
-            yield f"{metric.name} by {'seconds' if by_time else 'updates'}", partial(draw_metric, x_label=x_label)
+        name, unit = metric.name, "seconds" if by_time else "updates"
+        lines = lines_of(partial(_curve, name, by_time))
+        x_label = SINCE_FIRST_UPDATE if by_time else "optimizer updates"
+        panels.append(Panel(f"{name} by {unit}", lines, x_label, name, percent=metric.share))
     name, bytes_ = unit_of(max((peak for plan in plans for peak in plan.peaks), default=1))
-    if lines := lines_of(lambda record: [(seconds, count / bytes_) for seconds, count in record.memory]):
-        on_device = any(record.device_memory for plan in plans for record in plan.records)
-        title = "Memory allocated on the device" if on_device else "Memory of the process"
-        draw_memory = partial(draw_plans, lines=lines, x_label=SINCE_FIRST_UPDATE, from_zero=True)
-        yield title, partial(draw_memory, y_label=f"memory, {name}")
+    lines = lines_of(lambda record: [(seconds, count / bytes_) for seconds, count in record.memory])
+    on_device = any(record.device_memory for plan in plans for record in plan.records)
+    title = "Memory allocated on the device" if on_device else "Memory of the process"
+    panels.append(Panel(title, lines, SINCE_FIRST_UPDATE, f"memory, {name}", from_zero=True))
+    return [panel for panel in panels if panel.lines]
 
 
 def _curve(name: str, by_time: bool, record: Record) -> list[tuple[float, float]]:
-    return [(point.seconds if by_time else point.step, point.value) for point in record.curves.get(name, ())]
-
-
-def _draw_speeds(plans: Sequence[Summary], axes: Axes) -> None:
-    """A bar for each plan's median speed, with the range of its runs."""
-    timed = [(series, plan) for series, plan in enumerate(plans) if plan.speeds]
-    bars = axes.barh(
-        [f"{plan.name}" for _, plan in timed],
-        [plan.speed for _, plan in timed],
-        color=[colour(series) for series, _ in timed],
-        xerr=list(zip(*((plan.speed - min(plan.speeds), max(plan.speeds) - plan.speed) for _, plan in timed))),
-        capsize=4,
-    )
-    axes.bar_label(bars, [f" {rate(plan.speed)} " for _, plan in timed])
-    axes.margins(x=0.2)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{plans[0].unit} a second")
-
-
-def make_page(comparison: Comparison, panels: Sequence[Panel]) -> str:
-    script, plans, shown = comparison.script, comparison.summaries, columns(comparison)
-    runs = [run for plan in plans for run in plan.runs]
-    start = time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs)))
-    subtitle = f"Runs from {start}"
-    if script:
-        count = max(run.number for run in runs)
-        times = f"{count} times in turn" if count > 1 else "once"
-        subtitle = f"{shlex.join(['python', *script.command()[1:]])}, {times} under each plan, {start}"
-    subtitle += "; interrupted before all had run" * comparison.interrupted
-    names = [f"{plan.name}{' (use)' * (plan.name == comparison.verdict.recommended)}" for plan in plans]
-    rows: list[list[Any]] = [["plan", *(column.head for column in shown)]]
-    rows += [[name, *(column.cells[i] for column in shown)] for i, name in enumerate(names)]
-    sections = [Section("Side by side", rows, notes=remarks(comparison), series=True)]
-    if panels:
-        curves = [curve for plan in plans for record in plan.records for curve in record.curves.values()]
-        noisy = any(len(curve) > NOISY for curve in curves)
-        sections.append(Section("Plots", panels=panels, notes=[RUNNING_MEANS] if noisy else []))
-    choices = [plan.typical.record.plan if plan.typical and plan.typical.record else {} for plan in plans]
-    decisions = dict.fromkeys(name for plan in choices for name, choice in plan.items() if isinstance(choice, dict))
-    rows = [["decision", *names]]
-    for name in decisions:
-        chosen = [plan.get(name) for plan in choices]
-        rows.append([name, *("–" if choice is None else (choice["value"], choice["reason"]) for choice in chosen)])
-    sections.append(Section("The plans", rows, words=True))
-    if machine := comparison.machine:
-        devices = [f"{device['name']}, {size(device['memory'])}" for device in machine["devices"]]
-        numbers = [f"{devices.count(device)} × {device}" for device in dict.fromkeys(devices)]
-        facts = (
-            f"{machine['processor']}: {machine['cores']} cores, {machine['threads']} threads usable, "
-            f"{size(machine['memory'])}; {'; '.join(numbers) or 'no accelerator'}; "
-            f"{machine['system']}; torch {machine['torch']}, easymp {machine['easymp']}, Python {machine['python']}"
-        )
-        sections.append(Section("Machine", notes=[facts]))
-    return render(comparison.verdict.sentence, [subtitle, *comparison.verdict.doubts], sections)
+    return points_of(record.curves.get(name, ()), by_time)
