@@ -1,7 +1,7 @@
 """The checks of `easymp test` on one rank: ``python -m easymp.cli.selftest FOLDER``, as the command starts it.
 
-Small trainings and their parts run on real ranks, each against a known answer. Each rank writes the begin and the
-outcome of each check to a file of the folder, so that a rank that dies has left the name of its check.
+Each check trains or exchanges something small on real ranks, and compares it with a known answer. A rank writes the
+begin and the outcome of each check to its file in the folder, so that a rank that dies has left the check's name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +30,9 @@ from ..optim import Engine
 from ..options import DataLoaderConfiguration
 from ..precision import PRECISIONS
 from ..settings import Settings
-from ..training.collectives import broadcast, gather_object
+from ..training.collectives import broadcast
 
-TIMEOUT = 30.0  # seconds that a rank waits for another
+SETTINGS = Settings(timeout=30.0)  # seconds that a rank waits for another
 BYTES, ROUNDS = 32 << 20, 5  # of the all-reduce that is timed
 # Bounds of the distance of outputs from fp32's, relative to their norm: roundings of the type in six layers.
 TOLERANCES = {"bf16": 5e-2, "bf16-true": 5e-2, "fp8": 0.25}
@@ -43,7 +42,6 @@ FP32_LOSS_TOLERANCE, LOSS_TOLERANCE = 1e-3, 0.1
 KERNEL_TOLERANCE = 1e-5  # of a weight
 CLASSES, FEATURES, SAMPLES, BATCH = 4, 32, 256, 32
 NOISE = 3.0  # standard deviation around centres that lie 8 apart, so that three epochs do not learn everything
-LR = 1e-3
 
 
 class SkippedCheck(Exception):
@@ -68,11 +66,9 @@ class Training(NamedTuple):
             torch.manual_seed(0)
             layers = [nn.Linear(FEATURES, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128), nn.GELU()]
             model = nn.Sequential(*layers, nn.Linear(128, CLASSES)).to(device)
-        generator = torch.Generator().manual_seed(0)
-        centres, labels = torch.randn(CLASSES, FEATURES, generator=generator), torch.arange(SAMPLES) % CLASSES
-        noise = NOISE * torch.randn(SAMPLES, FEATURES, generator=generator)
-        dataset = TensorDataset(centres[labels] + noise, labels)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4)  # which fp16 weights need
+            centres, labels = torch.randn(CLASSES, FEATURES), torch.arange(SAMPLES) % CLASSES
+            dataset = TensorDataset(centres[labels] + NOISE * torch.randn(SAMPLES, FEATURES), labels)
+        optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)  # which fp16 weights need
         return cls(model, optimizer, DataLoader(dataset, batch_size=BATCH))
 
     def epoch(self, backward: Callable[[Tensor], Any] = Tensor.backward) -> Tensor:
@@ -91,25 +87,22 @@ def prepared(acc: Accelerator) -> Training:
     return Training(*acc.prepare(*Training.on()))
 
 
-def check_collectives(acc: Accelerator) -> str:
-    """Sum, gather and broadcast of numbers, and gather of objects."""
-    rank, world_size, device = acc.process_index, acc.num_processes, acc.device
-    ranks, own_rank = list(range(world_size)), torch.tensor([rank], device=device)
-    total = world_size * (world_size + 1) / 2
+def check_collectives(acc: Accelerator, folder: Path) -> str:
+    """Sum, gather and broadcast of numbers."""
+    ranks, rank = list(range(acc.num_processes)), torch.tensor([acc.process_index], device=acc.device)
     for name, result, expected in (
-        ("sum over", acc.reduce(torch.full((3,), float(rank + 1), device=device), "sum").tolist(), [total] * 3),
-        ("gathered numbers of", acc.gather(own_rank).tolist(), ranks),
-        ("broadcast numbers of", [broadcast(own_rank.clone(), from_process=root).item() for root in ranks], ranks),
-        ("gathered names of", gather_object([f"rank {rank}"]), [f"rank {i}" for i in ranks]),
+        ("sum over", acc.reduce(rank + 1, "sum").tolist(), [sum(ranks) + len(ranks)]),
+        ("gathered numbers of", acc.gather(rank).tolist(), ranks),
+        ("broadcast numbers of", [broadcast(rank.clone(), from_process=r).item() for r in ranks], ranks),
     ):
         if result != expected:
             raise WrongAnswer(f"the {name} the ranks: {result}, not {expected}")
-    indices = acc.gather(torch.tensor([device.index or 0], device=device)).tolist()
-    devices = f" {', '.join(map(str, indices))}" if device.type == "cuda" else ""
-    return f"{world_size} rank{'s' * (world_size > 1)} on {device.type}{devices}"
+    indices = acc.gather(torch.tensor([acc.device.index or 0], device=acc.device)).tolist()
+    devices = f" {', '.join(map(str, indices))}" if acc.device.type == "cuda" else ""
+    return f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {acc.device.type}{devices}"
 
 
-def check_bandwidth(acc: Accelerator) -> str:
+def check_bandwidth(acc: Accelerator, folder: Path) -> str:
     """An all-reduce of 32 MiB of fp32; bus bandwidth as NCCL's tests count it, 2 (n - 1) / n × bytes / time."""
     ranks = acc.num_processes
     if ranks == 1:
@@ -127,7 +120,7 @@ def check_bandwidth(acc: Accelerator) -> str:
     return f"{bandwidth}/s between ranks ({size(BYTES)} in {seconds * 1e3:.0f} ms)"
 
 
-def check_data(acc: Accelerator) -> str:
+def check_data(acc: Accelerator, folder: Path) -> str:
     """One shuffled epoch reads each sample once, over all ranks."""
     numbers = torch.arange(101)  # a prime: no number of ranks divides it
     loader = acc.prepare(DataLoader(TensorDataset(numbers), batch_size=4, shuffle=True))
@@ -137,7 +130,7 @@ def check_data(acc: Accelerator) -> str:
     return "101 samples, each once"
 
 
-def check_training(acc: Accelerator) -> str:
+def check_training(acc: Accelerator, folder: Path) -> str:
     """Three epochs by the plan end with the loss of plain fp32 torch on one process."""
     training, reference = prepared(acc), Training.on(acc.device)
     losses = [float(acc.mean(training.epoch(acc.backward))) for _ in range(3)]
@@ -157,10 +150,10 @@ def check_precisions() -> str:
     """Each precision that this machine does not refuse: outputs near fp32's, and a finite loss after an epoch."""
     distances, refused = [], []
     for name in PRECISIONS:
+        precision: Any = name
         if is_fp32(name):
             continue
         try:
-            precision: Any = name
             acc = Accelerator(mixed_precision=precision, deterministic=False, gradient_accumulation_steps=1)
         except RefusedError:
             refused.append(name)
@@ -185,7 +178,7 @@ def is_fp32(name: str) -> bool:
     return PRECISIONS[name].compute == torch.float32 and not PRECISIONS[name].tf32
 
 
-def check_checkpoint(folder: Path, acc: Accelerator) -> str:
+def check_checkpoint(acc: Accelerator, folder: Path) -> str:
     """A run that goes back to its checkpoint repeats the next epoch bit for bit."""
     training = prepared(acc)
     training.epoch(acc.backward)
@@ -201,82 +194,81 @@ def check_checkpoint(folder: Path, acc: Accelerator) -> str:
     return "saved, loaded, and the next epoch is the same, bit for bit"
 
 
-def check_kernels(acc: Accelerator) -> str:
-    """Compare an epoch of AdamW with clipping by our kernels with one by torch."""
+def check_kernels(acc: Accelerator, folder: Path) -> str:
+    """Compare steps of AdamW with clipping by our kernels with torch's, of the same gradients."""
     device = acc.device
     if device.type != "cuda":
         raise SkippedCheck(f"they are for NVIDIA GPUs, and this rank trains on {device.type}")
     launcher = launcher_for(device)
     if isinstance(launcher, str):
         raise SkippedCheck(launcher)
-    reference, training = Training.on(device), Training.on(device)
-    engine = Engine(training.optimizer)
-
-    def backward_and_clip(clip: Callable[[], Any], loss: Tensor) -> None:
-        loss.backward()
-        clip()
-
-    clip_by_torch = partial(nn.utils.clip_grad_norm_, list(reference.model.parameters()), 0.1)
-    reference.epoch(partial(backward_and_clip, clip_by_torch))
-    clip_by_kernels = partial(engine.clip_grad_norm_, 0.1)
-    training._replace(optimizer=engine).epoch(partial(backward_and_clip, clip_by_kernels))
-    pairs = zip(training.model.parameters(), reference.model.parameters())
+    training, reference = Training.on(device), Training.on(device)
+    engine, steps = Engine(training.optimizer), SAMPLES // BATCH
+    pairs = list(zip(training.model.parameters(), reference.model.parameters()))
+    for _ in range(steps):
+        for weight, expected in pairs:
+            expected.grad = torch.randn_like(expected)
+            weight.grad = expected.grad.clone()
+        engine.clip_grad_norm_(0.1)
+        engine.step()
+        nn.utils.clip_grad_norm_(reference.model.parameters(), 0.1)
+        reference.optimizer.step()
     distance = max(float((weight - expected).abs().max()) for weight, expected in pairs)
     if not distance <= KERNEL_TOLERANCE:
         raise WrongAnswer(
-            f"after an epoch a weight lies {distance:.2g} from torch's; at most {KERNEL_TOLERANCE:g} is rounding"
+            f"after {steps} steps a weight lies {distance:.2g} from torch's; at most {KERNEL_TOLERANCE:g} is rounding"
         )
-    return f"{SAMPLES // BATCH} steps of AdamW with clipping are torch's, up to {distance:.1g}"
+    return f"{steps} steps of AdamW with clipping are torch's, up to {distance:.1g}"
 
 
-def with_accelerator(check: Callable[[Accelerator], str]) -> str:
+def check_plan(folder: Path) -> str:
+    with closing(Accelerator(settings=SETTINGS)) as acc:
+        if acc.is_main_process:
+            (folder / "plan.txt").write_text(str(acc), encoding="utf-8")
+        return f"trains on {acc.device}"
+
+
+def run_check(check: Callable[[Accelerator, Path], str], folder: Path) -> str:
     """Run a check with an Accelerator of its own, so that no check can break the next; a global batch is 32 samples."""
-    loaders, settings = DataLoaderConfiguration(split_batches=True), Settings(timeout=TIMEOUT)
-    acc = Accelerator(seed=0, gradient_accumulation_steps=1, dataloader_config=loaders, settings=settings)
+    loaders = DataLoaderConfiguration(split_batches=True)
+    acc = Accelerator(seed=0, gradient_accumulation_steps=1, dataloader_config=loaders, settings=SETTINGS)
     with closing(acc):
-        return check(acc)
+        return check(acc, folder)
+
+
+CHECKS: dict[str, Callable[[Path], str]] = {
+    "plan": check_plan,
+    "collectives": lambda folder: run_check(check_collectives, folder),
+    "bandwidth": lambda folder: run_check(check_bandwidth, folder),
+    "data": lambda folder: run_check(check_data, folder),
+    "training": lambda folder: run_check(check_training, folder),
+    "precision": lambda folder: check_precisions(),
+    "checkpoint": lambda folder: run_check(check_checkpoint, folder),
+    "kernels": lambda folder: run_check(check_kernels, folder),
+}
+
+
+def outcome_of(check: Callable[[Path], str], folder: Path) -> dict[str, Any]:
+    """The outcome of a check, "good", "left out" or "bad", with a message."""
+    try:
+        return {"outcome": "good", "message": check(folder)}
+    except SkippedCheck as reason:
+        return {"outcome": "left out", "message": str(reason)}
+    except WrongAnswer as difference:
+        return {"outcome": "bad", "message": str(difference)}
+    except Exception as error:  # any error is a result of the check
+        message = f"{type(error).__name__}: {error}"
+        return {"outcome": "bad", "message": message, "peer_failed": isinstance(error, WorldError)}
 
 
 def main(folder: Path) -> None:
-    def check_plan() -> str:
-        with closing(Accelerator(settings=Settings(timeout=TIMEOUT))) as acc:
-            if acc.is_main_process:
-                (folder / "plan.txt").write_text(str(acc), encoding="utf-8")
-            return f"trains on {acc.device}"
-
-    checks: dict[str, Callable[[], str]] = {
-        "plan": check_plan,
-        "collectives": partial(with_accelerator, check_collectives),
-        "bandwidth": partial(with_accelerator, check_bandwidth),
-        "data": partial(with_accelerator, check_data),
-        "training": partial(with_accelerator, check_training),
-        "precision": check_precisions,
-        "checkpoint": partial(with_accelerator, partial(check_checkpoint, folder)),
-        "kernels": partial(with_accelerator, check_kernels),
-    }
-    for name, check in checks.items():
-        run_check(folder, name, check)
-
-
-def run_check(folder: Path, name: str, check: Callable[[], str]) -> None:
-    """Run one check, and write its begin and its outcome: "good", "left out" or "bad"."""
-    start = time.perf_counter()
-
-    def write(outcome: str, message: str = "", peer_failed: bool = False) -> None:
-        seconds = time.perf_counter() - start
-        record = {"check": name, "outcome": outcome, "message": message, "seconds": seconds, "peer_failed": peer_failed}
-        with (folder / f"rank-{read_ranks().rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-    write("begun")
-    try:
-        write("good", check())
-    except SkippedCheck as reason:
-        write("left out", str(reason))
-    except WrongAnswer as difference:
-        write("bad", str(difference))
-    except Exception as error:  # any error is a result of the check
-        write("bad", f"{type(error).__name__}: {error}", peer_failed=isinstance(error, WorldError))
+    with (folder / f"rank-{read_ranks().rank}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
+        for name, check in CHECKS.items():
+            record = {"check": name, "outcome": "begun", "message": "", "seconds": 0.0, "peer_failed": False}
+            file.write(f"{json.dumps(record)}\n")
+            start = time.perf_counter()
+            record |= outcome_of(check, folder)
+            file.write(f"{json.dumps({**record, 'seconds': time.perf_counter() - start})}\n")
 
 
 if __name__ == "__main__":
