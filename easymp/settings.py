@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,57 +33,13 @@ if TYPE_CHECKING:
 from .protocols import option as setting
 from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 
-# -- The project file, and what tomllib lacks for it: the positions of statements, and single values
+# -- The project file, and what tomllib lacks for it: lines of keys, and single values
 
 FILE = "easymp.toml"
 VARIABLE = env.PREFIX + "CONFIG"  # names another one
 LAUNCH = "launch"  # the table of `easymp launch`
 T = TypeVar("T")
-KEY = r"""(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)"""
-DOTTED = rf"({KEY}(?:[ \t]*\.[ \t]*{KEY})*)[ \t]*"
-STATEMENT = re.compile(rf"[ \t]*(?:\[\[?[ \t]*{DOTTED}\]|{DOTTED}=[ \t]*)")
-
-
-class Statement(NamedTuple):
-    """A key with its value, or a header of a table; and its places in the text.
-
-    Attributes:
-        table: of the header above it, or its own: ``("launch",)``.
-        keys: from the top: ``("launch", "processes")``; of a header ().
-        begin, start, stop, end: positions of the line, of the value, after the value, and after the value's last line.
-    """
-
-    table: tuple[str, ...]
-    keys: tuple[str, ...]
-    begin: int
-    start: int
-    stop: int
-    end: int
-
-
-def statements(text: str) -> Iterator[Statement]:
-    """Yield the statements of a TOML file in order. `text` ends with a newline."""
-    at, table = 0, tuple[str, ...]()
-    while at < len(text):
-        end, found = text.index("\n", at), STATEMENT.match(text, at)
-        if found:
-            own = tuple(part.strip("\"'") for part in re.findall(KEY, found[1] or found[2]))
-            table = own if found[1] else table
-            stop = end if found[1] else _value_end(text, found.end())
-            end = text.index("\n", stop)
-            yield Statement(table, () if found[1] else (*table, *own), at, found.end(), stop, end + 1)
-        at = end + 1
-
-
-def _value_end(text: str, start: int) -> int:
-    """The first place before a comment or the end of a line where ``text[start:]`` is valid TOML."""
-    import tomllib
-
-    for found in re.finditer(r"[ \t]*(?=[#\n])", text[start:]):
-        with suppress(tomllib.TOMLDecodeError):
-            tomllib.loads(f"value = {text[start : start + found.start()]}")
-            return start + found.start()
-    return text.index("\n", start)
+STATEMENT = re.compile(r"""\s*(?:\[+([^\]]+)\]|([\w.\-"' \t]+)=)""")  # a header of a table, or a key
 
 
 def read_literal(text: str) -> Any:
@@ -106,10 +62,16 @@ class ProjectFile(NamedTuple):
 
     def where(self, key: str, table: str = "") -> str:
         """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where it is not found."""
-        keys = (table, key) if table else (key,)
-        for s in statements(self.text + "\n"):
-            if s.keys[: len(keys)] == keys or (s.keys == () and s.table[:1] == keys):
-                return f"{self.path}, line {self.text.count(chr(10), 0, s.begin) + 1}"
+        target, header = f"{table}.{key}." if table else f"{key}.", ""
+        for number, line in enumerate(self.text.splitlines(), 1):
+            match = STATEMENT.match(line)
+            if match is None:
+                continue
+            name = re.sub(r"[\"' \t]", "", match[1] or match[2])
+            path = f"{name}." if match[1] else f"{header}{name}."
+            header = path if match[1] else header
+            if path.startswith(target):
+                return f"{self.path}, line {number}"
         return str(self.path)
 
 

@@ -109,12 +109,16 @@ def test_options_of_a_strategy_go_with_it_and_join_those_of_another_file(config)
     assert "strategy_options" not in read() and read()["strategy"] == "ddp"
 
 
-def test_a_file_that_cannot_be_edited_is_left_alone(config):
+def test_a_file_that_cannot_be_edited_is_left_alone(config, monkeypatch):
     FILE.write_text('"se\\u0065d" = 1\n')
     assert resolve().seed == 1
-    output = config("8xH100", "--yes", "--set", "seed=2", code=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("tomlkit.dumps", lambda document: "")  # an edit that loses keys
+        output = config("8xH100", "--yes", "--set", "seed=2", code=2)
     assert "cannot be edited from here; by hand, write seed = 2" in output
     assert FILE.read_text() == '"se\\u0065d" = 1\n'
+    config("8xH100", "--yes", "--set", "seed=2")
+    assert resolve().seed == 2
 
 
 @pytest.mark.parametrize(

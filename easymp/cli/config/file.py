@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from ...base.units import read_bytes, size
 from ...errors import SettingError
-from ...settings import LAUNCH, LAUNCHING, NAMES, statements
+from ...settings import LAUNCH, LAUNCHING, NAMES
+from ..terminal import require_packages
 from .rules import FIELDS, SENTENCES
 
 WIDTH = 78
+REMOVED = "removed"  # the value of a setting that is going
 REASON = "# here: "  # begins a comment of ours, which goes with its value
 EXAMPLES = SENTENCES["examples"]
 HEAD = """\
@@ -100,14 +102,17 @@ def edit(text: str, present: Mapping[str, Any], values: Mapping[str, Any], reaso
     Comments and all other keys stay.
     """
     changes = {name: value for name, value in values.items() if present.get(name) != value}
+    if not changes:
+        return text
+    require_packages("cli", "tomlkit")
     old, new = _flatten(tomllib.loads(text)), _flatten(changes)
     removed = dict.fromkeys(keys for keys in old if keys[0] in changes and keys not in new)
     goal = {keys: value for keys, value in {**old, **removed, **new}.items() if value is not None}
     edited = text.replace("\r\n", "\n").rstrip("\n") + "\n"
-    for keys, value in {**removed, **new}.items():
-        if old.get(keys) != value:
-            edited = _put(edited, keys, value, reasons.get(keys[-1], ""))
-    with contextlib.suppress(tomllib.TOMLDecodeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # tomlkit's errors are of these types
+        for keys, value in {**removed, **new}.items():
+            if old.get(keys) != value:
+                edited = _put(edited, keys, value, reasons.get(keys[-1], ""))
         if _flatten(tomllib.loads(edited)) == goal:
             return edited.replace("\n", "\r\n") if "\r\n" in text else edited
     lines = [f"without {name}" if value is None else setting_line(name, value) for name, value in changes.items()]
@@ -131,38 +136,27 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
 
     None removes it.
     """
-    table, name, present = keys[:-1], keys[-1], list(statements(text))
-    unset, line = unset_line(name) if name in FIELDS else "", f"{_key(name)} = {literal(value)}{_comment(reason)}\n"
-    members = [statement for statement in present if statement.table == table]
-    for statement in present:
-        begin, start, stop, end = statement[2:]
-        if statement.keys == keys:
-            comment = text[stop:end].rstrip()
-            if comment.strip().startswith(REASON):
-                comment = "" if value is None else _comment(reason)
-            if value is not None:
-                return f"{text[:begin]}{text[begin:start]}{literal(value)}{comment}\n{text[end:]}"
-            if unset:
-                return f"{text[:begin]}{unset}{comment}\n{text[end:]}"
-            return text[: members[0].begin if len(members) == 2 else begin] + text[end:]  # with an empty table's header
-        if table and statement.keys == table:  # an inline table
-            options = {**tomllib.loads(f"v = {text[start:stop]}")["v"], name: value}
-            return text[:start] + literal({k: v for k, v in options.items() if v is not None}) + text[stop:]
-    for match in re.finditer(rf"(?m)^{re.escape(unset)}\n", text) if unset else ():
-        headers = [statement.table for statement in present if statement.begin < match.start()]
-        if (headers or [()])[-1] == table:
-            return text[: match.start()] + line + text[match.end() :]
-    if not members and table:
-        members = [statement for statement in present if statement.keys[:1] == table]  # dotted keys
-        line = f"{table[0]}.{line}" if members else line
-    if members:
-        return text[: members[-1].end] + line + text[members[-1].end :]
-    if table:
-        return f"{text}\n[{table[0]}]\n{line}"
-    above = text
-    if present:  # comments right above a header are the table's
-        above = re.sub(r"(?m)(^#.*\n)+\Z", "", text[: present[0].begin])
-    return above + line + text[len(above) :]
+    import tomlkit
+
+    name, document = keys[-1], tomlkit.parse(text)
+    unset = unset_line(name) if name in FIELDS else ""
+    if unset and value is not None and keys not in _flatten(document.unwrap()):
+        line = f"{_key(name)} = {literal(value)}{_comment(reason)}"
+        uncommented = re.sub(rf"(?m)^{re.escape(unset)}$", lambda _: line, text, count=1)
+        if keys in _flatten(tomllib.loads(uncommented)):  # and not in another table
+            return uncommented
+    table: Any = document.setdefault(keys[0], tomlkit.table()) if keys[1:] else document
+    if value is None and not unset:
+        del table[name]
+        if not table:
+            del document[keys[0]]
+        return tomlkit.dumps(document)
+    item, present = tomlkit.item(REMOVED if value is None else value), table.get(name)
+    comment = present.trivia.comment if hasattr(present, "trivia") else ""
+    if reason and (not comment or comment.startswith(REASON)):
+        item.trivia.comment_ws, item.trivia.comment = "  ", _comment(reason).strip()
+    table[name] = item  # which keeps the comment of the present one
+    return re.sub(rf'(?m)^.*"{REMOVED}"( *{REASON}.*)?', unset, tomlkit.dumps(document))
 
 
 class Target(NamedTuple):
