@@ -109,7 +109,7 @@ def test_answers_reach_the_file_and_arrow_keys_pass_over_what_is_impossible(talk
         ("2xRTX 3090", [], ["3", "0", "two"], "processes", 1),
         ("2xRTX 3090", [""], ["0", "4:2", "many"], "nodes", "2"),
         ("laptop CPU", ["", ""], ["0", "1.5"], "gradient_accumulation_steps", 2),
-        ("laptop CPU", ["", "", ""], ["file/runs"], "project_dir", "logs"),
+        ("laptop CPU", ["", "", ""], ["file/runs", "s4://bucket"], "project_dir", "logs"),
     ],
 )
 def test_a_wrong_answer_is_refused(machine, answers, wrong, setting, value, talk):
@@ -123,6 +123,7 @@ def test_an_impossible_choice_is_refused_and_a_slow_one_has_a_note(talk):
     assert resolve().mixed_precision == "auto"
     note = "this CPU has no bf16 instructions, so it is slower than fp32"
     assert note in talk("laptop CPU", "", "bf16:", arguments="--file a.toml")
+    assert "They share 8 threads" in talk("laptop CPU", "99", arguments="--file b.toml")
 
 
 def test_an_interrupt_or_a_no_at_the_end_writes_nothing(talk):
@@ -190,6 +191,7 @@ def test_a_plan_for_another_machine(config):
         ("--set seed", "there is no value; write --set seed=VALUE"),
         ("--set seed=x", "--set seed=x: 'x' is not a whole number"),
         ("--set nodes=x", "nodes='x' is not a number of nodes"),
+        ("--set project_dir=s4://bucket", "s4://bucket: Protocol not known: s4. Install the package that fsspec"),
         ("--set =", "'' is not a setting. Known"),
         ("--set strategy_options.dimm=1", "strategy 'ddp' has no option 'dimm', did you mean 'dim'?"),
         ("--set scaler_options.init_scale=x", "init_scale='x' is not a finite number above 0"),

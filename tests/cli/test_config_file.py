@@ -216,3 +216,9 @@ def test_links_and_modes_stay(config):
     config("T4", "--yes", "--set", "seed=2")
     assert FILE.is_symlink() and resolve().seed == 2
     assert {path.stat().st_mode & 0o777 for path in Path("shared").iterdir()} == {0o640}
+
+
+def test_a_folder_with_quotes_and_backslashes_is_read_back(config):
+    for name in ("runs/a 'b' \"c\" \\d\\", "runs/\\u0041 # é"):  # composed, and edited
+        config("T4", "--yes", "--set", f"project_dir={name}")
+        assert resolve().project_dir == name

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -249,6 +250,16 @@ def test_on_a_terminal_one_line_is_updated_below_what_the_script_prints(tmp_path
     assert shown[:4] == shown[5:9] == printed
     assert re.match(r"100%\|.*\| epoch 2/2  step 8/8  loss .* in all$", shown[4])
     assert shown[9].startswith("Traceback") and shown[-1] == "ValueError: of the script"
+
+
+def test_a_narrow_terminal_keeps_the_line_within_its_width(tmp_path: Path, monkeypatch: Any) -> None:
+    reader, writer = os.openpty()
+    termios.tcsetwinsize(writer, (24, 40))
+    with open(reader, encoding="utf-8") as output, open(writer, "w", encoding="utf-8") as err:
+        monkeypatch.setattr(sys, "stderr", err)
+        train(tmp_path)
+        shown = screen(os.read(output.fileno(), 1 << 16).decode(), 40)
+    assert re.match(r"100%\|.*\| epoch 2/2  step 6/6", shown[-1]) and max(map(len, shown)) <= 40
 
 
 def test_the_streams_are_as_before_when_the_run_is_over(tmp_path: Path, monkeypatch: Any) -> None:

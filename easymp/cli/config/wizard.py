@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from ... import hardware as hardware_package
 from ... import settings
 from ...base import env
+from ...checkpoint.storage_remote import RemoteStorage
 from ...distributed import Ranks
-from ...errors import RefusedError, SettingError
+from ...errors import CheckpointError, RefusedError, SettingError
 from ...hardware import Hardware
 from ...hardware.gpus import describe
 from ...launcher.rendezvous import read_nodes
@@ -149,8 +150,12 @@ class Question(NamedTuple):
 
 
 def check_writable(path: str) -> None:
-    """Raise SettingError where nothing can be written to the folder `path`; a URL is not tried. Nothing is created."""
+    """Raise SettingError where nothing can be written to `path`, a folder or a URL. Nothing is created."""
     if "://" in path:
+        try:
+            RemoteStorage(path)
+        except CheckpointError as error:
+            raise SettingError(str(error)) from None
         return
     parent = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
     if not parent.is_dir():
@@ -169,7 +174,7 @@ QUESTIONS = (
     Question(
         "processes",
         "Processes",
-        "Each trains on a GPU of its own, or shares the processor, and sees its own part of the data.",
+        "Each sees its own part of the data. They share {threads} threads of the processor, where they train on it.",
         lambda draft: draft.devices > 1 or (not draft.devices and draft.machine.hardware.cpu.threads > 1),
         lambda d: f"auto is {d.devices or 1} ({'one a GPU' if d.devices else 'training runs on the CPU'})",
     ),
@@ -341,7 +346,8 @@ def ask(question: Question, draft: Draft, default: Any) -> Any:
     name, select = question.name, questionary().select
     print_title(question.title)
     help_text = str(FIELDS[name].metadata["help"])
-    print_sentence(f"{help_text[0].upper()}{help_text[1:]}. {question.consequence}")
+    consequence = question.consequence.format(threads=draft.machine.hardware.cpu.threads)
+    print_sentence(f"{help_text[0].upper()}{help_text[1:]}. {consequence}")
     if suggestion := question.suggestion(draft):
         print_sentence(f"Here: {suggestion}.")
     if not question.choices:
