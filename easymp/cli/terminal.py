@@ -16,7 +16,7 @@ from ..base import env
 from ..errors import SettingError
 
 MACHINE_HELP = "another machine: 8xH100, 2x8xA100-80GB (two nodes), 64x80GB, 4xcpu"  # of --for in several commands
-BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+BOLD, RED, GREEN, YELLOW = "1", "31", "32", "33"
 
 
 def missing_packages(extra: str, *packages: str) -> str:

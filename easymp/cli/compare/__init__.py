@@ -31,11 +31,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...base import env
 from ...base.units import duration, rate, size
@@ -47,7 +47,7 @@ from ..harness import INTERRUPTED, Script, check_new, count
 from ..harness import reworded as reworded
 from ..harness import run as run_once
 from ..plot import Line, Panel, draw, points_of, smooth
-from ..terminal import BOLD, DIM, GREEN, RED, YELLOW, ended_by_signals, missing_packages, paint, plain, table, wrap
+from ..terminal import BOLD, GREEN, RED, YELLOW, ended_by_signals, missing_packages, paint, plain, table, wrap
 from .runs import Record, Run, Variant, is_run, load, median, path_of, read, variants
 from .verdict import Comparison, conclude, ratio_text
 
@@ -157,60 +157,37 @@ def compare(script: Script, plans: Sequence[Variant], folder: Path, args: argpar
 # -- the table
 
 
-class Column(NamedTuple):
-    """A head, and for each plan a text and the range of its runs, or ""."""
-
-    head: str
-    cells: list[tuple[str, str]]
-
-
-def columns(comparison: Comparison) -> list[Column]:
-    """The columns of the table that have a value."""
+def rows(comparison: Comparison) -> list[list[str]]:
+    """The heads and a row a plan, with medians of its runs; columns without a value are left out."""
     plans, standings = comparison.summaries, comparison.verdict.standings
 
-    def column(head: str, values: Iterable[Sequence[float]], spell: Callable[[float], str], ranges: bool) -> Column:
-        cells = []
-        for numbers in values:
-            smallest, largest = (spell(limit(numbers)) if numbers else "" for limit in (min, max))
-            spread = f"{smallest} … {largest}" if ranges and smallest != largest else ""
-            cells.append((spell(median(numbers)) if numbers else "–", spread))
-        return Column(head, cells)
+    def text(values: Sequence[float], spell: Callable[[float], str]) -> str:
+        return spell(median(values)) if values else "–"
 
-    differ_in_length = len({count for plan in plans for count in plan.counts}) > 1
-    ratios = [ratio_text(s.ratio) if s.ratio else "–" for s in standings]
-    intervals = [" … ".join(map(ratio_text, s.interval or ())) for s in standings]
-    candidates = [
-        column(f"{plans[0].unit}/s", [plan.speeds for plan in plans], rate, True)
-        if differ_in_length
-        else column("time", [plan.seconds for plan in plans], duration, True),
-        Column("ratio", list(zip(ratios, intervals))),
-        column("memory", [plan.peaks for plan in plans], size, False),
-        *(column(m.name, [plan.finals(m) for plan in plans], m.text, True) for m in comparison.metrics),
-        Column("result", [(standing.result or "–", "") for standing in standings]),
-        column("start-up", [plan.startups for plan in plans], duration, False),
+    times = "time", [text(plan.seconds, duration) for plan in plans]
+    if len({count for plan in plans for count in plan.counts}) > 1:  # the runs differ in length
+        times = f"{plans[0].unit}/s", [text(plan.speeds, rate) for plan in plans]
+    columns = [
+        ("", [f"{'→' if plan.name == comparison.verdict.recommended else ' '} {plan.name}" for plan in plans]),
+        times,
+        ("ratio", [ratio_text(standing.ratio) if standing.ratio else "–" for standing in standings]),
+        ("memory", [text(plan.peaks, size) for plan in plans]),
+        *((metric.name, [text(plan.finals(metric), metric.text) for plan in plans]) for metric in comparison.metrics),
+        ("result", [standing.result or "–" for standing in standings]),
+        ("start-up", [text(plan.startups, duration) for plan in plans]),
     ]
-    return [column for column in candidates if any(text != "–" for text, _ in column.cells)]
-
-
-def remarks(comparison: Comparison) -> list[str]:
-    """A sentence for each plan that did not finish, each result that has numbers, and missing metrics."""
-    problems = [f"{plan.name} {problem}" for plan in comparison.summaries for problem in plan.problems]
-    return [line for line in (*problems, *comparison.verdict.evidence, comparison.missing) if line]
+    columns = [(head, cells) for head, cells in columns if any(cell != "–" for cell in cells)]
+    return [[head for head, _ in columns], *map(list, zip(*(cells for _, cells in columns)))]
 
 
 def terminal_text(comparison: Comparison) -> str:
-    verdict, shown = comparison.verdict, columns(comparison)
-    rows, colours = [["", *(column.head for column in shown)]], [BOLD]
-    for i, plan in enumerate(comparison.summaries):
-        recommended = plan.name == verdict.recommended
-        rows.append([f"{'→' if recommended else ' '} {plan.name}", *(column.cells[i][0] for column in shown)])
-        colours.append(GREEN if recommended else "" if plan.speeds else RED)
-        if any(column.cells[i][1] for column in shown):
-            rows.append(["", *(column.cells[i][1] for column in shown)])
-            colours.append(DIM)
-    lines = table(rows, right=set(range(1, len(rows[0])))).splitlines()
-    text = [paint(wrap(plain(verdict.sentence)), BOLD), "", *map(paint, lines, colours)]
-    text += [wrap(plain(line), "  ") for line in remarks(comparison)]
+    verdict, plans, cells = comparison.verdict, comparison.summaries, rows(comparison)
+    colours = [GREEN if plan.name == verdict.recommended else "" if plan.speeds else RED for plan in plans]
+    lines = table(cells, right=set(range(1, len(cells[0])))).splitlines()
+    text = [paint(wrap(plain(verdict.sentence)), BOLD), "", *map(paint, lines, [BOLD, *colours])]
+    remarks = [f"{plan.name} {problem}" for plan in plans for problem in plan.problems]
+    remarks += [f"{plan.name} {plan.result}: {plan.reason}." for plan in verdict.standings if plan.reason]
+    text += [wrap(plain(line), "  ") for line in (*remarks, comparison.missing) if line]
     return "\n".join([*text, *(paint(wrap(plain(line)), YELLOW) for line in verdict.doubts)])
 
 

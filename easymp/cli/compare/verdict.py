@@ -52,10 +52,6 @@ class Verdict:
     standings: tuple[Standing, ...]
     doubts: tuple[str, ...]
 
-    @property
-    def evidence(self) -> list[str]:
-        return [f"{plan.name} {plan.result}: {plan.reason}." for plan in self.standings if plan.reason]
-
 
 @dataclass(frozen=True)
 class Comparison:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,56 +63,32 @@ class Work:
         return event or Work()
 
 
-class Module:
-    """What `torch.get_device_module` gives for the device."""
+def device_module(devices: int) -> Any:
+    """The module of so many devices, which `torch.get_device_module` gives: its work is done at once."""
 
-    Stream = Event = Work
+    def do_nothing(*args: Any, **keywords: Any) -> None: ...
 
-    def __init__(self, devices: int) -> None:
-        self._devices = devices
-
-    def device_count(self) -> int:
-        return self._devices
-
-    def current_device(self) -> int:
-        return 0
-
-    def is_available(self) -> bool:
-        return True
-
-    is_initialized = is_available
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def current_stream(self, device: Any = None) -> Work:
-        return Work()
-
-    default_stream = current_stream
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext(stream)
-
-    device = stream
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    def _do_nothing(self, *args: Any, **keywords: Any) -> None: ...
-
-    set_device = set_rng_state = manual_seed = manual_seed_all = synchronize = empty_cache = set_stream = _do_nothing
-    reset_peak_memory_stats = _do_nothing
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {}
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return 0
-
-    memory_allocated = memory_reserved = max_memory_reserved = max_memory_allocated
+    actions = "set_device set_stream synchronize empty_cache reset_peak_memory_stats"
+    random_state = "set_rng_state manual_seed manual_seed_all"
+    memory = "max_memory_allocated memory_allocated memory_reserved max_memory_reserved"
+    return SimpleNamespace(
+        Stream=Work,
+        Event=Work,
+        device=nullcontext,
+        stream=nullcontext,
+        device_count=lambda: devices,
+        current_device=lambda: 0,
+        current_stream=Work,
+        default_stream=Work,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        memory_stats=lambda device=None: {},
+        **dict.fromkeys(memory.split(), lambda device=None: 0),
+        **dict.fromkeys(f"{actions} {random_state}".split(), do_nothing),
+    )
 
 
 def cast(operation: Any, dtype: torch.dtype | None, *args: Any, **keywords: Any) -> Any:
@@ -131,7 +107,7 @@ def cast(operation: Any, dtype: torch.dtype | None, *args: Any, **keywords: Any)
 @functools.cache
 def register(devices: int) -> tuple[torch.library.Library, ...]:
     """Register the device with torch, once in a process. The cache keeps the returned libraries of kernels alive."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, Module(devices))
+    backend_registration._setup_privateuseone_for_python_backend(NAME, device_module(devices))
     library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     for names, dtype in ((HALF, None), (FLOAT, torch.float32)):
         for name in names.split():
