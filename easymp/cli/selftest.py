@@ -1,7 +1,7 @@
 """The checks of `easymp test` on one rank: ``python -m easymp.cli.selftest FOLDER``, as the command starts it.
 
-Each check trains or exchanges something small on real ranks, and compares it with a known answer. A rank writes the
-begin and the outcome of each check to its file in the folder, so that a rank that dies has left the check's name.
+Each check trains or exchanges something small on real ranks, and compares it with a known answer. Rank 0 writes a line
+at the begin of each check and one with its outcome. Any other error ends the rank, as it ends a script.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .. import checkpoint
 from ..accelerator import Accelerator
 from ..base.units import size
 from ..cuda.cupy_launcher import launcher_for
-from ..distributed import read_ranks
-from ..errors import RefusedError, WorldError
+from ..errors import RefusedError
 from ..optim import Engine
 from ..options import DataLoaderConfiguration
 from ..precision import PRECISIONS
 from ..settings import Settings
-from ..training.collectives import broadcast
+from ..training.collectives import broadcast, gather_object
+from .test import BEGUN, PLAN, ROWS, Row
 
 SETTINGS = Settings(timeout=30.0)  # seconds that a rank waits for another
 BYTES, ROUNDS = 32 << 20, 5  # of the all-reduce that is timed
@@ -221,54 +221,49 @@ def check_kernels(acc: Accelerator, folder: Path) -> str:
     return f"{steps} steps of AdamW with clipping are torch's, up to {distance:.1g}"
 
 
-def check_plan(folder: Path) -> str:
-    with closing(Accelerator(settings=SETTINGS)) as acc:
-        if acc.is_main_process:
-            (folder / "plan.txt").write_text(str(acc), encoding="utf-8")
-        return f"trains on {acc.device}"
+def check_plan(acc: Accelerator, folder: Path) -> str:
+    with closing(Accelerator(settings=SETTINGS)) as planned:  # by the user's settings alone
+        if planned.is_main_process:
+            (folder / PLAN).write_text(str(planned), encoding="utf-8")
+        return f"trains on {planned.device}"
 
 
-def run_check(check: Callable[[Accelerator, Path], str], folder: Path) -> str:
-    """Run a check with an Accelerator of its own, so that no check can break the next; a global batch is 32 samples."""
-    loaders = DataLoaderConfiguration(split_batches=True)
-    acc = Accelerator(seed=0, gradient_accumulation_steps=1, dataloader_config=loaders, settings=SETTINGS)
-    with closing(acc):
-        return check(acc, folder)
-
-
-CHECKS: dict[str, Callable[[Path], str]] = {
+CHECKS: dict[str, Callable[[Accelerator, Path], str]] = {
     "plan": check_plan,
-    "collectives": lambda folder: run_check(check_collectives, folder),
-    "bandwidth": lambda folder: run_check(check_bandwidth, folder),
-    "data": lambda folder: run_check(check_data, folder),
-    "training": lambda folder: run_check(check_training, folder),
-    "precision": lambda folder: check_precisions(),
-    "checkpoint": lambda folder: run_check(check_checkpoint, folder),
-    "kernels": lambda folder: run_check(check_kernels, folder),
+    "collectives": check_collectives,
+    "bandwidth": check_bandwidth,
+    "data": check_data,
+    "training": check_training,
+    "precision": lambda acc, folder: check_precisions(),
+    "checkpoint": check_checkpoint,
+    "kernels": check_kernels,
 }
 
 
-def outcome_of(check: Callable[[Path], str], folder: Path) -> dict[str, Any]:
-    """The outcome of a check, "good", "left out" or "bad", with a message."""
-    try:
-        return {"outcome": "good", "message": check(folder)}
-    except SkippedCheck as reason:
-        return {"outcome": "left out", "message": str(reason)}
-    except WrongAnswer as difference:
-        return {"outcome": "bad", "message": str(difference)}
-    except Exception as error:  # any error is a result of the check
-        message = f"{type(error).__name__}: {error}"
-        return {"outcome": "bad", "message": message, "peer_failed": isinstance(error, WorldError)}
-
-
 def main(folder: Path) -> None:
-    with (folder / f"rank-{read_ranks().rank}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
-        for name, check in CHECKS.items():
-            record = {"check": name, "outcome": "begun", "message": "", "seconds": 0.0, "peer_failed": False}
-            file.write(f"{json.dumps(record)}\n")
-            start = time.perf_counter()
-            record |= outcome_of(check, folder)
-            file.write(f"{json.dumps({**record, 'seconds': time.perf_counter() - start})}\n")
+    """Run the checks, each with an Accelerator of its own, so that no check can break the next."""
+    for name, check in CHECKS.items():
+        start = time.perf_counter()
+        loaders = DataLoaderConfiguration(split_batches=True)  # a global batch is 32 samples
+        acc = Accelerator(seed=0, gradient_accumulation_steps=1, dataloader_config=loaders, settings=SETTINGS)
+        with closing(acc):
+            write(acc, folder, Row(name, BEGUN, 0.0, ""))
+            try:
+                outcome = "good", check(acc, folder)
+            except SkippedCheck as reason:
+                outcome = "left out", str(reason)
+            except WrongAnswer as difference:
+                rank = f"rank {acc.process_index}: " if acc.num_processes > 1 else ""
+                outcome = "bad", f"{rank}{difference}"
+            outcomes = gather_object([outcome])
+            kind, message = next((outcome for outcome in outcomes if outcome[0] == "bad"), outcomes[0])
+            write(acc, folder, Row(name, kind, time.perf_counter() - start, message))
+
+
+def write(acc: Accelerator, folder: Path, row: Row) -> None:
+    if acc.is_main_process:
+        with (folder / ROWS).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(row)}\n")
 
 
 if __name__ == "__main__":

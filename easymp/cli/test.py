@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import hardware
 from ..launcher import launch_script
@@ -27,6 +26,8 @@ from ..settings import resolve_launching
 from .terminal import GREEN, RED, paint, print_json, table
 
 MARKS = {"good": "good", "bad": "BAD", "left out": "–"}
+BEGUN = "begun"  # the outcome of a check that runs
+ROWS, PLAN = "rows.jsonl", "plan.txt"  # files of the ranks
 
 
 class Row(NamedTuple):
@@ -34,7 +35,7 @@ class Row(NamedTuple):
 
     check: str
     outcome: str  # "good", "bad" or "left out"
-    seconds: float  # of the slowest rank
+    seconds: float  # on rank 0
     message: str  # figures of rank 0, or why it is bad or was left out
 
 
@@ -70,27 +71,8 @@ def run_checks(processes: int) -> tuple[list[Row], str, int]:
     with tempfile.TemporaryDirectory(prefix="easymp-test-") as scratch:
         code = launch_script(f"{__package__}.selftest", [scratch], processes, module=True)
         texts = {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).iterdir() if path.is_file()}
-    outcomes: list[dict[str, dict[str, Any]]] = []
-    for rank in range(processes):
-        lines = map(json.loads, texts.get(f"rank-{rank}.jsonl", "").splitlines())
-        outcomes.append({line["check"]: line for line in lines})  # the end of a check replaces its beginning
-    checks = dict.fromkeys(check for by_check in outcomes for check in by_check)
-    rows = [combine(check, [by_check.get(check) for by_check in outcomes]) for check in checks]
-    return rows, texts.get("plan.txt", ""), code
-
-
-def combine(check: str, outcomes: Sequence[dict[str, Any] | None]) -> Row:
-    """The row of a check from the outcome on each rank; None for a rank that ended before it."""
-    seconds = max(outcome["seconds"] for outcome in outcomes if outcome)
-    failures = [
-        (o["peer_failed"], rank, o["message"]) for rank, o in enumerate(outcomes) if o and o["outcome"] == "bad"
-    ]
-    died = [rank for rank, outcome in enumerate(outcomes) if not outcome or outcome["outcome"] == "begun"]
-    if died and all(peer_failed for peer_failed, _, _ in failures):
-        subject = "no rank came" if len(died) == len(outcomes) else f"rank {died[0]} did not come"
-        return Row(check, "bad", seconds, f"{subject} to the end of it; the output above says why")
-    if failures:
-        _, rank, message = min(failures)  # the failure of a rank before those of ranks that waited for it
-        return Row(check, "bad", seconds, f"rank {rank}: {message}" if len(outcomes) > 1 else message)
-    outcome = next(outcome for outcome in outcomes if outcome)
-    return Row(check, outcome["outcome"], seconds, outcome["message"])
+    rows = [Row(*json.loads(line)) for line in texts.get(ROWS, "").splitlines()]
+    by_check = {row.check: row for row in rows}  # the outcome of a check replaces its begin
+    died = "no rank came to the end of it; the output above says why"
+    rows = [row._replace(outcome="bad", message=died) if row.outcome == BEGUN else row for row in by_check.values()]
+    return rows, texts.get(PLAN, ""), code

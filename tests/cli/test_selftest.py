@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from easymp import Accelerator
 from easymp.cli import main, selftest
 from easymp.cli import test as command
 
@@ -25,30 +29,35 @@ def test_every_precision_that_is_not_refused_is_near_to_fp32(monkeypatch):
         selftest.check_precisions()
 
 
-def outcome(name: str, message: str = "", peer_failed: bool = False) -> dict[str, object]:
-    return {"outcome": name, "message": message, "seconds": 1.0, "peer_failed": peer_failed}
+def same(acc: Accelerator, folder: Path) -> str:
+    return "6"
 
 
-GOOD, BEGUN, BAD = outcome("good", "6"), outcome("begun"), outcome("bad", "1, not 2")
-PEER_FAILED = outcome("bad", "WorldError: timeout", peer_failed=True)
+def one_is_wrong(acc: Accelerator, folder: Path) -> str:
+    if acc.process_index == 1:
+        raise selftest.WrongAnswer("1, not 2")
+    return "6"
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "combined", "message"),
-    [
-        ([GOOD], "good", "6"),
-        ([BAD], "bad", "1, not 2"),
-        ([GOOD, BAD], "bad", "rank 1: 1, not 2"),
-        ([PEER_FAILED, BAD], "bad", "rank 1: 1, not 2"),
-        ([PEER_FAILED, BEGUN], "bad", "rank 1 did not come to the end of it"),
-        ([GOOD, None], "bad", "rank 1 did not come to the end of it"),
-        ([BEGUN, BEGUN], "bad", "no rank came to the end of it"),
-        ([outcome("left out", "one process")], "left out", "one process"),
-    ],
-)
-def test_the_rank_at_fault_is_named(outcomes, combined, message):
-    row = command.combine("sum", outcomes)
-    assert (row.check, row.outcome) == ("sum", combined) and row.message.startswith(message)
+def leaves_out(acc: Accelerator, folder: Path) -> str:
+    raise selftest.SkippedCheck("one process")
+
+
+def run_checks(folder: str) -> None:
+    checks = {"same": same, "wrong": one_is_wrong, "left": leaves_out}
+    with mock.patch.object(selftest, "CHECKS", checks):
+        selftest.main(Path(folder))
+
+
+def test_the_rank_at_fault_is_named(ranks: Any, tmp_path: Path) -> None:
+    ranks(run_checks, str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / command.ROWS).read_text().splitlines()]
+    outcomes = [(check, outcome, message) for check, outcome, _, message in rows if outcome != command.BEGUN]
+    assert outcomes == [
+        ("same", "good", "6"),
+        ("wrong", "bad", "rank 1: 1, not 2"),
+        ("left", "left out", "one process"),
+    ]
 
 
 @pytest.mark.slow
