@@ -8,7 +8,7 @@ import os
 import shlex
 import socket
 import tomllib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,7 +256,6 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
         if not machine.hardware.devices:
             launching["processes"] = described.processes
         presets.append(Preset(f"--for {args.machine}", launching))  # what `easymp launch` cannot detect there
-    settled = {name for preset in presets for name in preset.values}
     if imported:
         presets.append(Preset(args.foreign, imported.values))
     if target.content is not None:
@@ -279,11 +278,11 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
         for key, sentence in imported.lines:
             print_sentence(key)
             print(wrap(f"    {plain(sentence)}", " " * 4))
-    draft = answer_questions(start, answers, args, settled, interactive=False)
+    draft = answer_questions(start, answers, args, interactive=False)
     shown = _print_plan("The plan", draft)
     if interactive:
         print_sentence("Enter takes the default, Ctrl-C leaves.")
-        draft = answer_questions(start, answers, args, settled, interactive=True)
+        draft = answer_questions(start, answers, args, interactive=True)
         _print_plan("The plan with these answers", draft, unless=shown)
     text = _file_text(draft, target, presets)
     _print_changes(text, target)
@@ -308,27 +307,25 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
 Answers = dict[str, tuple[Any, str]]  # by setting: its value, and its origin
 
 
-def answer_questions(
-    draft: Draft, answers: Answers, args: argparse.Namespace, settled: Set[str], interactive: bool
-) -> Draft:
-    """The draft with all answers; where it is `interactive` the user is asked.
+def answer_questions(draft: Draft, answers: Answers, args: argparse.Namespace, interactive: bool) -> Draft:
+    """The draft with all answers; where it is `interactive` the user is asked for those that no option gives.
 
     An impossible answer is an error under --yes; else the machine's suggestion takes its place.
     """
     for question in QUESTIONS:
         value, origin = answers.get(question.name, (question.default, ""))
         refusal = draft.refusal(question.name, value) if origin else ""
-        refusal = refusal and f"{origin}: {refusal}"
         if refusal and args.yes:
             remedy = f"or pass --set {question.name}={question.shown(question.default)}"
             elsewhere = ", or --for MACHINE to write the file for another machine" if draft.machine.name else ""
-            raise RefusedError(f"{refusal}; {remedy}{elsewhere}")
-        if refusal:
-            value, origin = question.default, "detected"
+            raise RefusedError(f"{origin}: {refusal}; {remedy}{elsewhere}")
         matters = question.matters(draft)
-        if interactive and matters and (refusal or question.name not in settled):
-            if refusal:
-                print_sentence(refusal)
+        by_option = origin.startswith("--")
+        if refusal and interactive and matters:
+            print_sentence(f"{origin}: {refusal}")
+        if refusal:
+            value, origin, by_option = question.default, "detected", False
+        if interactive and matters and not by_option:
             answer = ask(question, draft, value)
             value, origin = answer, origin if answer == value and origin else "asked for"
         if origin or matters:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -142,18 +142,16 @@ class Replay(Runner):
         replayed, last = ring.entries, (self._update, run.prepared.optimizers.index(optimizer))
         difference, streams = compared(entries, replayed, last, closure)
         common = len(entries.keys() & replayed.keys())
-        # Plain tuples: ``__main__`` is the script, where unpickling would look for the class.
-        rows = run.world.gather_objects((common, difference, streams, search.result if search else ""))
-        findings = [Finding(*row) for row in rows]
+        ranks = run.world.gather_objects((common, difference, streams, search.result if search else ""))
+        commons, differences, streams_by_rank, nonfinite = zip(*ranks)
         if rank == 0:
             print(self._headline(optimizer, replayed[last]))
-            print(self._verdict(findings, header), flush=True)
+            print(self._verdict(min(commons), differences, sorted(set().union(*streams_by_rank)), header), flush=True)
             if search is not None:
-                layers = "; ".join(f"{f.nonfinite} (rank {r})" for r, f in enumerate(findings) if f.nonfinite)
+                layers = "; ".join(f"{layer} (rank {r})" for r, layer in enumerate(nonfinite) if layer)
                 finite = "All inputs, outputs and gradients of modules are finite"
                 print(f"First not finite: {layers}." if layers else f"{finite}.", flush=True)
-            verdict = DIFFERS if any(finding.difference for finding in findings) else SAME
-            (self.folder / END).write_text(verdict, encoding="utf-8")
+            (self.folder / END).write_text(DIFFERS if any(differences) else SAME, encoding="utf-8")
         self._call_hook("before_step")
         if self.task["pdb"]:
             libraries = tuple(str(Path(file).parent) for file in (easymp_file, torch.__file__))
@@ -177,42 +175,32 @@ class Replay(Runner):
         loader = None if samples is None else samples.loader()
         if samples is not None and loader is not None:
             indices = loader.indices(*samples[1:]) or []
-            first = ", ".join([*map(str, indices[:SHOWN]), "…"][: len(indices)])
+            texts = [*map(str, indices[:SHOWN]), *(["…"] if len(indices) > SHOWN else [])]
             range_ = f"epoch {samples.epoch}, samples {samples.begin} to {samples.end}"
-            parts.append(f"{range_} (indices {first})" if first else range_)
+            parts.append(f"{range_} (indices {', '.join(texts)})" if texts else range_)
         return "; ".join(parts) + "."
 
-    def _verdict(self, findings: list[Finding], begin: Entry | None) -> str:
+    def _verdict(self, common: int, differences: Sequence[str], streams: Sequence[str], begin: Entry | None) -> str:
+        """The comparison of `common` updates: the first difference on each rank, and random streams that differ."""
         start = f"from {self._start}" if self._start else "from the beginning of the script"
         if self.task["checkpoint"] and not self._start:
             start += ", which does not call resume()"
         if begin is None:
             no_ring = "The run kept no updates, so nothing could be compared: Settings(replay=64) keeps the last 64"
             return f"Replayed {start}. {no_ring}."
-        for rank, finding in enumerate(findings):
-            if finding.difference:
-                sentences = [finding.difference]
+        for rank, difference in enumerate(differences):
+            if difference:
+                sentences = [difference]
                 for name, version in {"torch": torch.__version__, "Python": platform.python_version()}.items():
                     if begin["versions"][name] != version:
                         sentences.append(f"{name} is {version}, and was {begin['versions'][name]}")
                 return f"Replayed {start}. It is not the run. On rank {rank}, {'. '.join(sentences)}."
-        count = min(finding.common for finding in findings)
-        if not count:
+        if not common:
             return f"Replayed {start}. Nothing could be compared: the run's ring has none of these updates."
         numbers = "losses, gradient norms, loss scale and places in the data"
-        updates = f"{count} update{'s' * (count > 1)} of the run's ring"
-        streams = sorted({name for finding in findings for name in finding.streams})
+        updates = f"{common} update{'s' * (common > 1)} of the run's ring"
         differ = f" Random streams that differ: {', '.join(streams)}." if streams else ""
         return f"Replayed {start}. {updates}: {numbers} are equal, bit for bit.{differ}"
-
-
-class Finding(NamedTuple):
-    """The comparison on one rank."""
-
-    common: int  # updates that the run's ring and the replay's have
-    difference: str  # the first one, or ""
-    streams: list[str]  # random streams that differ
-    nonfinite: str  # the first module with a number that is not finite, or ""
 
 
 def compared(
