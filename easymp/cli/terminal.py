@@ -44,14 +44,10 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def coloured() -> bool:
-    """Whether standard output is a terminal with colours: NO_COLOR and TERM=dumb turn them off (no-color.org)."""
-    return sys.stdout.isatty() and not env.read("NO_COLOR") and env.read("TERM") != "dumb"
-
-
 def paint(text: str, code: str) -> str:
-    """`text` in a colour on a terminal; unchanged elsewhere."""
-    return f"\x1b[{code}m{text}\x1b[0m" if text and code and coloured() else text
+    """`text` in a colour on a terminal that has them: NO_COLOR and TERM=dumb turn them off (no-color.org)."""
+    has_colours = sys.stdout.isatty() and not env.read("NO_COLOR") and env.read("TERM") != "dumb"
+    return f"\x1b[{code}m{text}\x1b[0m" if text and code and has_colours else text
 
 
 def width() -> int:

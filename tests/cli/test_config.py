@@ -145,6 +145,9 @@ def test_without_a_terminal_or_a_library_a_remedy_is_named(config, talk, monkeyp
     config("T4", "--yes", "--set", "nodes=2")
     assert "pip install 'easymp[cli]'" in talk("T4", code=2)
     assert main(["completion", "bash"]) == 2
+    monkeypatch.setitem(sys.modules, "tomlkit", None)  # which edits an existing file
+    output = config("T4", "--yes", "--set", "nodes=3", code=2)
+    assert "tomlkit is not installed: pip install 'easymp[cli]'" in output
 
 
 def test_dry_run_writes_nothing(config, talk):

@@ -267,10 +267,6 @@ def _mesh_size(settings: ImportedSettings, value: Any) -> str:
     return OFF if settings.number(value, 1, integer=True) == 1 else f"no counterpart here: {remedy}"
 
 
-def _wrapped_classes(settings: ImportedSettings, value: Any) -> str:
-    return settings.option(wrap=[name.strip() for name in str(value).split(",") if name.strip()])
-
-
 # Rules by section; sentences.toml has the keys without an effect.
 ACCELERATE_RULES: dict[str, dict[str, Rule]] = {
     "": {
@@ -294,7 +290,7 @@ ACCELERATE_RULES: dict[str, dict[str, Rule]] = {
         "fsdp_sharding_strategy": _sharding_strategy,
         "fsdp_reshard_after_forward": _sharding_strategy,
         "fsdp_offload_params": lambda s, value: s.option(cpu_offload=s.boolean(value)),
-        "fsdp_transformer_layer_cls_to_wrap": _wrapped_classes,
+        "fsdp_transformer_layer_cls_to_wrap": lambda s, value: s.option(wrap=str(value).replace(",", " ").split()),
         "fsdp_min_num_params": lambda s, value: s.option(wrap=int(s.number(value, 1))),
         "fsdp_activation_checkpointing": switch("activation_checkpointing", "blocks"),
     },

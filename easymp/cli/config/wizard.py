@@ -334,7 +334,7 @@ def answer_questions(draft: Draft, answers: Answers, args: argparse.Namespace, i
 
 
 def questionary() -> Any:
-    require_packages("cli", "questionary")
+    require_packages("cli", "questionary", "tomlkit")  # which edits the file after the last question
     return importlib.import_module("questionary")
 
 
