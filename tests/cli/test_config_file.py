@@ -132,6 +132,7 @@ def test_a_file_that_cannot_be_edited_is_left_alone(config, monkeypatch):
         ("compile = 'blocks' # x\n", "compile.mode=default", {"what": "blocks", "mode": "default"}),
         ("[compile]\nwhat = 'blocks'\n", "compile=model", "model"),
         ("[launch]\nprocesses = 2\n", "scaler_options.init_scale=8", {"init_scale": 8}),
+        ("launch = { processes = 2, nodes = '2' } # x\n", "processes=auto", None),
     ],
 )  # fmt: skip
 def test_tables_of_options_are_edited(text, setting, expected, config):
@@ -219,6 +220,6 @@ def test_links_and_modes_stay(config):
 
 
 def test_a_folder_with_quotes_and_backslashes_is_read_back(config):
-    for name in ("runs/a 'b' \"c\" \\d\\", "runs/\\u0041 # é"):  # composed, and edited
+    for name in ("removed", "runs/a 'b' \"c\" \\d\\", "runs/\\u0041 # é"):  # composed, and edited
         config("T4", "--yes", "--set", f"project_dir={name}")
         assert resolve().project_dir == name

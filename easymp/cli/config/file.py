@@ -22,7 +22,7 @@ from ..terminal import require_packages
 from .rules import FIELDS, SENTENCES
 
 WIDTH = 78
-REMOVED = "removed"  # the value of a setting that is going
+REMOVED = "easymp: to be removed"  # the value of a setting before its line becomes a comment
 REASON = "# here: "  # begins a comment of ours, which goes with its value
 EXAMPLES = SENTENCES["examples"]
 HEAD = """\
@@ -146,9 +146,10 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
         if keys in _flatten(tomllib.loads(uncommented)):  # and not in another table
             return uncommented
     table: Any = document.setdefault(keys[0], tomlkit.table()) if keys[1:] else document
-    if value is None and not unset:
+    is_inline = isinstance(table, tomlkit.items.InlineTable)
+    if value is None and (is_inline or not unset):
         del table[name]
-        if not table:
+        if not table and not is_inline:
             del document[keys[0]]
         return tomlkit.dumps(document)
     item, present = tomlkit.item(REMOVED if value is None else value), table.get(name)
@@ -156,7 +157,8 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
     if reason and (not comment or comment.startswith(REASON)):
         item.trivia.comment_ws, item.trivia.comment = "  ", _comment(reason).strip()
     table[name] = item  # which keeps the comment of the present one
-    return re.sub(rf'(?m)^.*"{REMOVED}"( *{REASON}.*)?', unset, tomlkit.dumps(document))
+    edited = tomlkit.dumps(document)
+    return edited if value is not None else re.sub(rf'(?m)^.*"{REMOVED}"( *{REASON}.*)?', lambda _: unset, edited)
 
 
 class Target(NamedTuple):
