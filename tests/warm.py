@@ -132,9 +132,11 @@ class Server:
                     for process in self._connections:
                         os.kill(process, signal.SIGKILL)
                     return
+                elif key.data not in self._connections:
+                    continue  # its process has ended, and its command was killed at the same time
                 elif isinstance(key.fileobj, socket.socket):
                     self._pass_on(key.fileobj, key.data)
-                elif key.data in self._connections:
+                else:
                     self._ended(key.fd, key.data)
 
     def _accept(self) -> None:

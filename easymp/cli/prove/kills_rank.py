@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -84,7 +85,9 @@ class StateRecorder(SingleRunner):
     def _kill(self, delay: float) -> None:
         time.sleep(delay)
         (self.folder / KILLED).touch()
-        os.killpg(0, signal.SIGKILL)  # with the workers of its loaders; the command kills the other ranks
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os.kill(os.getpid(), signal.SIGKILL)  # the command kills the other ranks and the launcher
 
     # -- events of the run
 
