@@ -13,6 +13,7 @@ import pytest
 
 from easymp.base import env
 from easymp.cli import main
+from easymp.cli.prove.kills_rank import assignments
 
 from ..site import PATH
 
@@ -200,6 +201,24 @@ def test_sound_scripts_raise_no_alarm(killed, arguments):
 def test_what_cannot_be_compared(killed, arguments, sentence):
     record = killed(arguments)
     assert record["code"] == 2 and sentence in record["sentence"], record
+
+
+def test_names_that_carry_a_value_from_round_to_round():
+    def train(items):
+        steps, best, first = 0, 1.0, None
+        for epoch in range(2):
+            for i, item in enumerate(items):
+                steps += 1
+                loss = item * i
+                if loss < best:
+                    best = loss
+                first = first or epoch
+        return steps, best, first
+
+    names = assignments(train.__code__)
+    assert [name for name, (_, in_each_round) in names.items() if in_each_round] == ["epoch", "i", "item", "loss"]
+    begin = train.__code__.co_firstlineno
+    assert {name: line - begin for name, (line, _) in names.items()}["best"] == 1
 
 
 def test_several_numbers_of_processes_are_for_kills(tmp_path, capsys):

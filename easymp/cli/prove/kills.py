@@ -90,10 +90,9 @@ class Kills:
         self._resumes = 0
 
     def run(self) -> dict[str, Any]:
-        hints: list[str] = []
+        chain = 0
         try:
             self._run_reference()
-            chain = 0
             while len(self._kills) < self._args.kill:
                 chain += 1
                 self._run_chain(self._folder / f"chain-{chain}")
@@ -101,21 +100,21 @@ class Kills:
                     raise Verdict(NOT_COMPARED, "the script ends before it can be killed")
             if not self._resumes:
                 raise Verdict(NOT_COMPARED, "no start went on from a checkpoint: save more often, or pass more kills")
-            inside = sum(kill["inside a save"] for kill in self._kills)
-            processes = " and ".join(map(str, self._args.processes)) + " process" + "es" * (self._args.processes != [1])
-            verdict, reason = (
-                PROVEN,
-                (
-                    f"killed {len(self._kills)} times ({inside} inside a save) in {chain} trainings of "
-                    f"{self._reference.updates} updates on {processes}, the script went on "
-                    f"{'within rounding' if self._several else 'bit for bit'} as the uninterrupted run (--seed "
-                    f"{self._args.seed})"
-                ),
-            )
+            raise Verdict(PROVEN, self._success(chain))
         except Verdict as end:
             verdict, reason, *hints = end.args
         facts = {"sentence": f"{verdict.capitalize()}: {reason}.", "hints": hints, "seed": self._args.seed}
         return {"verdict": verdict, **facts, "kills": self._kills, "updates": []}
+
+    def _success(self, chains: int) -> str:
+        sizes, inside = self._args.processes, sum(kill["inside a save"] for kill in self._kills)
+        processes = f"{' and '.join(map(str, sizes))} process{'es' * (sizes != [1])}"
+        return (
+            f"killed {len(self._kills)} times ({inside} inside a save) in {chains} training{'s' * (chains > 1)} of "
+            f"{self._reference.updates} updates on {processes}, the script went on from {self._resumes} checkpoints, "
+            f"{'within rounding' if self._several else 'bit for bit'} as the uninterrupted run (--seed "
+            f"{self._args.seed})"
+        )
 
     # -- runs
 

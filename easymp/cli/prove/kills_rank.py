@@ -100,13 +100,12 @@ class StateRecorder(SingleRunner):
     def prepared(self, objects: Sequence[Any]) -> None:
         loaders, share = self.run.prepared.loaders, self.run.prepared.strategy.data_size
         for loader, batch in zip(loaders, self.task["batches"]):
-            if loader.total_batch_size != batch:
-                if batch is None or batch % share:
-                    self.refuse(f"batches of {batch} samples of all processes cannot be divided among {share} of them")
-                loader.batch_size, loader._source.cut = (
-                    batch // share,
-                    loader._source.cut._replace(batch=batch // share),
-                )
+            if loader.total_batch_size == batch:
+                continue
+            if batch is None or batch % share:
+                self.refuse(f"batches of {batch} samples of all processes cannot be divided among {share} of them")
+            loader.batch_size = batch // share
+            loader._source.cut = loader._source.cut._replace(batch=loader.batch_size)
         self._write("prepared", batches=[loader.total_batch_size for loader in loaders])
 
     def saving(self, call: str, path: str | None) -> str | None:
@@ -129,17 +128,17 @@ class StateRecorder(SingleRunner):
         self._samples.setdefault(name, []).extend(row_checksums(batch))
 
     def loss(self, loss: Tensor, num_items: Any = None) -> None:
-        self._losses.append(
-            [float(number).hex() for number in (local(loss).sum(), 1 if num_items is None else num_items)]
-        )
+        items = 1 if num_items is None else num_items
+        self._losses.append([float(local(loss).sum()).hex(), float(items).hex()])
 
     @torch.no_grad()
     def step(self, optimizer: PreparedOptimizer) -> None:
         run = self.run
         models = [(numbered("model", i), model.original) for i, model in enumerate(run.prepared.models)]
         objects, variables, assigned = self._script_state(sys._getframe(1))
-        groups: list[Mapping[str, Any]]
-        weights = {f"{name}.{n}": digest(p) for name, model in models for n, p in model.named_parameters()}
+        weights: Mapping[str, Any] = {
+            f"{name}.{n}": digest(p) for name, model in models for n, p in model.named_parameters()
+        }
         groups = [weights, dict(self._optimizer_state()), objects, checksums(run.world.device), self._samples]
         groups += [dict(state_of_modules(models)), variables, {"the loss": self._losses}, assigned]
         key = [optimizer.updates + 1, run.prepared.optimizers.index(optimizer)]
@@ -175,18 +174,19 @@ class StateRecorder(SingleRunner):
         prepared = self.run.prepared
         known = [self.acc, *(scheduler.scheduler for scheduler in prepared.schedulers)]
         known += [loader._original for loader in prepared.loaders]
-        known += [kind for optimizer in prepared.optimizers for kind in (optimizer.optimizer, optimizer.given)]
+        for optimizer in prepared.optimizers:
+            known += [optimizer.optimizer, optimizer.given]
         for model in prepared.models:
             known += [model.view, *model.original.modules(), *model.original.parameters()]
         variables = list(variables_of(frame))
         for i, loader in enumerate(prepared.loaders):
-            for kind in ("sampler", "batch_sampler", "dataset"):
-                variables += members(f"the {kind} of {numbered('loader', i)}", getattr(loader._original, kind))
+            for name in ("sampler", "batch_sampler", "dataset"):
+                variables += members(f"the {name} of {numbered('loader', i)}", getattr(loader._original, name))
         groups: tuple[dict[str, Value], dict[str, Value], dict[str, Value]] = ({}, {}, {})
         ignored = {id(item) for item in known}
         for label, value, is_assigned in variables:
             if (entry := digest(value, ignored))[0]:
-                is_plain = isinstance(value, (*PLAIN, list, tuple, dict, Tensor))
+                is_plain = isinstance(value, (*PLAIN, list, tuple, dict, Tensor)) or type(value).__module__ == "numpy"
                 groups[2 if is_assigned else 1 if is_plain else 0][label] = entry
         return groups
 
@@ -225,7 +225,7 @@ def members(label: str, value: Any) -> Iterator[Variable]:
 
 @cache
 def assignments(code: CodeType) -> dict[str, tuple[int, bool]]:
-    """The names that a function assigns, with the first line; True where a loop assigns it before it reads it."""
+    """The names that a function assigns: the first line, and whether loops assign the name before they read it."""
     instructions = list(dis.get_instructions(code))
     loops = [(i.argval, i.offset) for i in instructions if "BACKWARD" in i.opname and isinstance(i.argval, int)]
     lines = dict.fromkeys(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_firstlineno)
@@ -238,8 +238,8 @@ def assignments(code: CodeType) -> dict[str, tuple[int, bool]]:
                 lines.setdefault(name, instruction.positions.lineno or code.co_firstlineno)
             if begin is not None:
                 first_accesses.setdefault((begin, name), access)
-    assigned = {name for (_, name), access in first_accesses.items() if access == "STORE"}
-    return {name: (line, name in assigned) for name, line in lines.items()}
+    assigned, read = ({name for (_, name), a in first_accesses.items() if a == kind} for kind in ("STORE", "LOAD"))
+    return {name: (line, name in assigned - read) for name, line in lines.items()}
 
 
 # -- values
@@ -297,7 +297,7 @@ def state_of(value: Any) -> Any:
             return getattr(value, method)()
     if hasattr(value, "bit_generator"):
         return value.bit_generator.state
-    if type(value).__name__ == "ndarray":
+    if type(value).__module__ == "numpy":  # an array or a number
         return torch.as_tensor(value)
     return vars(value) if is_of_script(value) else None
 
