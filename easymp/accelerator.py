@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .strategies.transforms import CompileOptions
     from .trackers import TrackerName
     from .trackers.logbook import GeneralTracker
-    from .training import moved, oom, prepare, state
+    from .training import gradients, moved, oom, prepare, state
 
     OneTracker: TypeAlias = TrackerName | LoggerType | Tracker | GeneralTracker | type[Tracker] | type[GeneralTracker]
     StrategyOptions: TypeAlias = (
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 modules_at_first_use(
     globals(),
     *("data", "precision"),
+    gradients="training.gradients",
     moved="training.moved",
     oom="training.oom",
     prepare="training.prepare",
@@ -238,22 +239,14 @@ class Accelerator(Collectives, Checkpoints):
             run.scaler = self._scaler = precision.Scaler(
                 request.scaling, self._world, request.scaled, checks_finite, self._window
             )
-            options = prepare.PrepareOptions(
-                settings.device_placement,
-                request.loading,
-                settings.strategy_options is not None,
-                settings.initialize,
-                request.compile,
-                (request.options, request.accumulation, request.autocast, request.scaling, request.loading),
-            )
+            option_records = request.options, request.accumulation, request.autocast, request.scaling, request.loading
             run.prepared = self._prepared = prepare.Preparation(
                 run,
                 request.strategy(self._world, request.options),
-                self._precision,
-                self._scaler,
-                self._change_preparing(options),
+                self._change_preparing(prepare.PrepareOptions(request.loading, request.compile, option_records)),
                 no_sync=lambda model: reference().no_sync(model),  # type: ignore[union-attr]  # it is alive then
             )
+            self._gradients = gradients.Gradients(run)
             self._begin_checkpoints(request.project)
             self._logbook = trackers.Logbook(run, self._project, settings, request.trackers)
             self._parts.add(self._logbook, run)
@@ -451,13 +444,11 @@ class Accelerator(Collectives, Checkpoints):
             >>> acc.backward(losses.sum(), num_items=len(losses))
         """
         wrapper.check_loss(loss, gradient)
-        prepared = self._prepared
         if self._parts.loss and not self._loss_is_late:
             loss = self._show_loss(loss, num_items)
         if num_items is not None or self._window.accumulation != 1 or self._window.packed:
             loss = self._window.share(loss, num_items, self._world)
-        prepared.begin_backward()
-        check = prepared.check_reduction(create_graph) if self._world.size > 1 else None
+        check = self._gradients.begin_backward(create_graph)
         try:
             self._scaler.scale(loss).backward(gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
@@ -466,11 +457,11 @@ class Accelerator(Collectives, Checkpoints):
             raise
         if check is not None:
             check()
-        prepared.end_backward(self._sync_each_batch)
+        self._gradients.end_backward(self._sync_each_batch)
         for notify in self._parts.after_backward:
             notify()
         if self._window.sync and self._parts.gradients:
-            pairs = prepared.final_gradients()
+            pairs = self._gradients.final()
             for notify in self._parts.gradients:
                 notify(pairs)
 
@@ -555,7 +546,7 @@ class Accelerator(Collectives, Checkpoints):
             False
             True
         """
-        return self._prepared.micro_step(models, self._sync_each_batch)
+        return self._gradients.micro_step(models, self._sync_each_batch)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -647,8 +638,8 @@ class Accelerator(Collectives, Checkpoints):
         optimizers: Sequence[torch.optim.Optimizer] = self._prepared.optimizers
         if optimizer is not None:
             optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._prepared.unscale(optimizers)
-        self._prepared.show_gradients(optimizers)
+        self._gradients.unscale(optimizers)
+        self._gradients.show(optimizers)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -681,7 +672,7 @@ class Accelerator(Collectives, Checkpoints):
         self._run.refuse("clip_grad_norm_()")
         if self._window.accumulation != 1 and not self._window.sync:
             return None
-        norm, clipped = self._prepared.clip(parameters, max_norm, norm_type)
+        norm, clipped = self._gradients.clip(parameters, max_norm, norm_type)
         for notify in self._parts.norm:
             notify(norm, clipped)
         return norm
@@ -701,7 +692,7 @@ class Accelerator(Collectives, Checkpoints):
         """
         self._run.refuse("clip_grad_value_()")
         if self._window.accumulation == 1 or self._window.sync:
-            self._prepared.clamp(parameters, float(clip_value))
+            self._gradients.clamp(parameters, float(clip_value))
 
     @contextmanager
     def averaged(self, *models: nn.Module) -> Iterator[None]:

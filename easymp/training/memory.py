@@ -367,10 +367,10 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
 
 
 class AutoStrategy:
-    """Chooses the strategy of a run by memory. The planned one stays unless `free`: its options were given."""
+    """Chooses the strategy of a run by memory. The planned one stays where its options were given."""
 
-    def __init__(self, run: Run, precision: Precision, free: bool) -> None:
-        self._run, self._precision, self._free = run, precision, free
+    def __init__(self, run: Run) -> None:
+        self._run, self._free = run, run.plan.settings.strategy_options is None
         self._planned = run.plan.strategy
         self.total_need: Memory | None = None  # of all models so far
 
@@ -438,7 +438,7 @@ class AutoStrategy:
             need = estimate(
                 model,
                 strategy=name,  # type: ignore[arg-type]
-                precision=self._precision,
+                precision=self._run.precision,
                 world=world.size,
                 per_node=world.local_size,
                 optimizer=stepping or "adamw",  # one that is prepared later is taken for the usual one

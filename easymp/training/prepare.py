@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .. import conflicts, cuda, optim
-from ..base.accumulation import MicroStep, Phase
-from ..base.dtensor import follow, local
+from ..base.dtensor import follow
 from ..base.parts import Part
 from ..base.pytree import send_to_device
 from ..base.rng import diverge
@@ -32,9 +31,8 @@ from ..errors import PrepareError, RefusedError, StepError
 from ..logging import get_logger
 from ..options import DataLoaderConfiguration
 from ..plan import AUTO
-from ..precision import Scaler
 from ..precision.policies import LOW, raise_weights
-from ..protocols import SMALL_EPS, UNROUNDED, Precision, Strategy, WrapContext
+from ..protocols import SMALL_EPS, UNROUNDED, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
@@ -59,12 +57,9 @@ ADD_BEFORE_PREPARE = "add it to the model before prepare(), or call free_memory(
 
 
 class PrepareOptions(NamedTuple):
-    """How objects are prepared: what the settings say, and what the migration layers change."""
+    """How objects are prepared, beside the settings: records of options, and what the migration layers change."""
 
-    device_placement: bool
-    dataloader_config: DataLoaderConfiguration
-    has_strategy_options: bool = False
-    initialize: Callable[[nn.Module], object] | None = None
+    loading: DataLoaderConfiguration
     compile: CompileOptions | None = None
     records: Sequence[Any] = ()  # records of options, which must be the same on all ranks
     always_views: bool = False  # whether a model is never handed back itself
@@ -93,7 +88,7 @@ def identity(model: nn.Module) -> Identity:
 
 
 class Preparation:
-    """All objects that one run has prepared.
+    """The table of all objects that one run has prepared, and the way that each goes into it.
 
     Attributes:
         strategy: spreads models; "auto" may take another one when the first models come.
@@ -103,23 +98,23 @@ class Preparation:
         stepped_by: id of a parameter → its optimizer.
         masters: id of a low-precision parameter → its fp32 master, where the precision has some.
         sums: fp32 sums of low-precision gradients over a window.
-        batch: the arithmetic of the global batch, as text.
         converted: batch-norms that became synchronised ones, and the classes they had.
         seed: of the data order and of ranks' random streams; the same on all ranks once something is prepared.
+        shares_gradients: gradients may be views of a bucket, or shards, that ranks average.
+        refuses_unprepared: steps of unprepared optimizers inside a window are refused.
     """
+
+    refuses_unprepared = False
 
     def __init__(
         self,
         run: Run,
         strategy: Strategy,
-        precision: Precision,
-        scaler: Scaler,
         options: PrepareOptions,
         no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
     ) -> None:
-        self._run, self._precision, self._scaler, self._options = run, precision, scaler, options
-        self._no_sync, self.strategy = no_sync, strategy
-        self._auto = AutoStrategy(run, precision, free=not options.has_strategy_options)
+        self._run, self._options, self._no_sync = run, options, no_sync
+        self._auto = AutoStrategy(run)
         self.models: list[Route] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -130,29 +125,30 @@ class Preparation:
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.masters: dict[int, Tensor] = {}
         self.sums = optim.Sums(self.masters)
-        self.batch = ""
         self.converted: list[tuple[nn.Module, type]] = []
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
         self._why_not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
         self._compiling = Compiling(options.compile) if options.compile else None
         self._removals: list[Callable[[], None]] = []  # of hooks, and of the check of unprepared optimizers
-        self._refuses_unprepared = False
-        self._watches = False  # gradients after a backward, to refuse changes; decided at each backward
-        self._always_watches = False
-        self._plain_micro_step = MicroStep(run.window)
-        self._sums_window = False  # low-precision gradients are summed in fp32; decided at each backward
         self._weights_notes: list[str] = []  # in the plan
-        settings = run.plan.settings
-        run.find_refused(strategy)
+        self._take_strategy(strategy)
         reference = weakref.ref(run)
         # The window belongs to the run, so it holds the run weakly.
         run.window.refuse = lambda *words: reference().refuse(*words)  # type: ignore[union-attr]
         if strategy.context_size > 1:
             shared = f"{strategy.context_size} neighbouring processes share each sequence"
             run.refine("strategy", f"{run.plan.strategy.reason}; {shared}")
-        # Whether the seed is the same on all ranks; whether all ranks draw from one random stream.
-        self._has_seed = self._same_streams = settings.seed is not None
-        self.seed = torch.initial_seed() if settings.seed is None else settings.seed
+        seed = run.plan.settings.seed
+        self._has_seed = seed is not None  # the same on all ranks
+        self._diverges = options.diverge and self._has_seed  # all ranks draw from one random stream, until they differ
+        self.seed = torch.initial_seed() if seed is None else seed
+
+    @property
+    def batch(self) -> str:
+        """The arithmetic of the first loader's global batch, as text."""
+        if not self.loaders or self.loaders[0].batch_size is None:
+            return ""
+        return self.loaders[0].batch_line(self._run.window.accumulation)
 
     def prepare(
         self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, methods: str | Sequence[str] = ()
@@ -165,6 +161,9 @@ class Preparation:
         run, prepared_by_id = self._run, self._prepared_by_id
         unique_models = dict.fromkeys(o for o in objects if isinstance(o, nn.Module))
         models = [model for model in unique_models if id(model) not in prepared_by_id]
+        optimizers = [
+            o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in objects if isinstance(o, Optimizer)
+        ]
         self.identities.update((id(model), identity(model)) for model in models)
         methods_of = dict(zip(map(id, models), forward_methods(models, methods)))
         self._check_models(models)
@@ -173,18 +172,14 @@ class Preparation:
             lines = [f"forward methods {names}" for names in methods_of.values()]
             seeds = compare_prepared(run, objects, self._options.records, lines)
         if not self._has_seed:  # take rank 0's
-            self._has_seed, self.seed, self._same_streams = True, seeds[0], len(set(seeds)) == 1
-        optimizers = [
-            o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in objects if isinstance(o, Optimizer)
-        ]
+            self._has_seed, self.seed, self._diverges = True, seeds[0], self._options.diverge and len(set(seeds)) == 1
         if models:
             self._change_models(models, optimizers, any(methods_of.values()))
-        default = self._options.device_placement
+        default = run.plan.settings.device_placement
         placements = [default if moved is None else moved for moved in device_placement or [None] * len(objects)]
-        prepare_model = partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)
         new: list[Any] = []
         steps: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
-            (nn.Module, prepare_model),
+            (nn.Module, partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)),
             (Optimizer, self._prepare_optimizer),
             (DataLoader, self._prepare_loader),
             (object, self._prepare_scheduler),
@@ -192,16 +187,21 @@ class Preparation:
         for kind, prepare_item in steps:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
-                    prepared_by_id[id(item)] = item if isinstance(item, PREPARED) else prepare_item(item, placement)
-                    new.append(prepared_by_id[id(item)])
-        self._always_watches = self._shares_gradients or "change of gradients" in run.refused
-        if models and self._same_streams:
-            if self.strategy.data_rank and self._options.diverge:
-                diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
-            self._same_streams = False
+                    prepared = prepared_by_id[id(item)] = (
+                        item if isinstance(item, PREPARED) else prepare_item(item, placement)
+                    )
+                    new.append(prepared)
+        if models and self._diverges and self.strategy.data_rank:
+            diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
+            self._diverges = False
         for notify in run.parts.prepared:
             notify(new)
         return [prepared_by_id[id(item)] for item in objects]
+
+    def _take_strategy(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.shares_gradients = self._run.world.size > 1 and not strategy.local_updates
+        self._run.find_refused(strategy)
 
     # -- models
 
@@ -227,8 +227,7 @@ class Preparation:
         """Choose the strategy, if that is "auto", and apply changes that every strategy shares, before it wraps."""
         run = self._run
         if run.plan.settings.strategy == AUTO and run.world.size > 1:
-            self.strategy = self._auto.choose(models, optimizers, self.strategy)
-            run.find_refused(self.strategy)
+            self._take_strategy(self._auto.choose(models, optimizers, self.strategy))
         strategy = self.strategy
         if has_methods:
             run.refuse("forward_methods")
@@ -255,17 +254,13 @@ class Preparation:
         optimizers: Sequence[Optimizer],
         methods_of: Mapping[int, Sequence[str]],
     ) -> nn.Module:
-        world, strategy, options, parts = self._run.world, self.strategy, self._options, self._run.parts
-        precision = self._precision
-        raised = raise_weights(model) if precision.raises else ()
-        if raised:
-            self._raised.update((id(p), dtype) for p, dtype in raised)
-            dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
-            number = f"{sum(p.numel() for p, _ in raised):,} trainable parameters"
-            self._note_weights(f"{number} of {type(model).__name__} raised from {dtypes}")
+        run, strategy, precision = self._run, self.strategy, self._run.precision
+        world, parts, initialize = run.world, run.parts, run.plan.settings.initialize
+        if precision.raises:
+            self._raise_weights(model)
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
-            materialise(model, world.device if placement else torch.device("cpu"), options.initialize)
-        context = WrapContext(precision, placement, options.initialize)
+            materialise(model, world.device if placement else torch.device("cpu"), initialize)
+        context = WrapContext(precision, placement, initialize)
         if self._compiling:
             context = context._replace(compile=self._compiling.compile_model)
         wrapped = strategy.wrap(model, optimizers, context)
@@ -273,19 +268,28 @@ class Preparation:
             self._note_weights(f"gathered in bf16, and rounded for {precision.name} after each gather")
         if world.size > 1:
             world.set_group_timeouts()
-        if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
+        if precision.masters or (strategy.sums and run.window.accumulation != 1):
             refuse_sparse(model, SUMMED_DENSE, "keep its weights in fp32", narrow=True)
-        refusal = self._run.refused.get("create_graph=True", "")
-        route = Route(model, wrapped, partial(self._no_sync, model), world.blame, parts, refusal, model)
-        watching = [part for part in parts.all if type(part).forward is not Part.forward]
-        watched = bool(parts.forward) and any(part.needs_views for part in watching)
-        make_view(route, methods_of[id(model)], strategy.sharded, options.always_views or watched)
+        no_sync, no_double_backward = partial(self._no_sync, model), run.refused.get("create_graph=True", "")
+        route = Route(model, wrapped, no_sync, world.blame, parts, no_double_backward, model)
+        watching = (part for part in parts.all if part.needs_views and type(part).forward is not Part.forward)
+        watched = self._options.always_views or bool(parts.forward and any(watching))
+        make_view(route, methods_of[id(model)], strategy.sharded, watched)
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         if strategy.sums and (self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())):
             self._sum_in_fp32()
         return route.view
+
+    def _raise_weights(self, model: nn.Module) -> None:
+        """Raise trainable low-precision parameters of `model` to fp32."""
+        raised = raise_weights(model)
+        if raised:
+            self._raised.update((id(p), dtype) for p, dtype in raised)
+            dtypes = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
+            number = f"{sum(p.numel() for p, _ in raised):,} trainable parameters"
+            self._note_weights(f"{number} of {type(model).__name__} raised from {dtypes}")
 
     def _sum_in_fp32(self) -> None:
         """Sum all models' gradients in fp32 over a window, since one of them has low-precision parameters."""
@@ -308,52 +312,40 @@ class Preparation:
     # -- optimizers
 
     def _prepare_optimizer(self, optimizer: Optimizer, placement: bool) -> PreparedOptimizer:
-        settings, strategy, kind = self._run.plan.settings, self.strategy, type(optimizer).__name__
+        run, strategy, precision, kind = self._run, self.strategy, self._run.precision, type(optimizer).__name__
+        settings, groups = run.plan.settings, optimizer.param_groups
         remedy = "prepare the model in the same call or before, and build the optimizer from that model's parameters"
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(groups):
             self._check_unclaimed(f"{kind} holds", f" (param group {number})", group["params"], remedy)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        rows = self._precision.conflicts
-        small_eps = (group["eps"] < 1e-4 for group in optimizer.param_groups)
-        if rows and isinstance(optimizer, torch.optim.Adam) and any(small_eps):
-            conflicts.check({self._precision.name, SMALL_EPS}, rows)
+        parameters = [p for group in groups for p in group["params"]]
+        rows = precision.conflicts
+        if rows and isinstance(optimizer, torch.optim.Adam) and any(group["eps"] < 1e-4 for group in groups):
+            conflicts.check({precision.name, SMALL_EPS}, rows)
         if optimizer.state:
             follow(optimizer, self._raised)
-        masters = None
-        if self._precision.masters or any(p.dtype in LOW for p in parameters):
+        masters = why_not_fused = None
+        if precision.masters or any(p.dtype in LOW for p in parameters):
             masters = self._masters_for(optimizer, parameters)
             self._keep_frozen(optimizer, parameters)
-        why_not_fused = None
         if isinstance(optimizer, optim.OwnOptimizer) and not settings.fused:
-            for group in optimizer.param_groups:  # those of Apex's layer have an engine of their own
+            for group in groups:  # those of Apex's layer have an engine of their own
                 group["fused"] = group.get("fused") or False
         elif settings.fused and not isinstance(optimizer, optim.OwnOptimizer):
             why_not_fused = optim.fuse(optimizer, [route.original for route in self.models])
-        stepping, counting, world = strategy.spread(optimizer), strategy.counting, self._run.world
+        stepping, counting, is_alone = strategy.spread(optimizer), strategy.counting, run.world.size == 1
         if isinstance(stepping, optim.OwnOptimizer) and counting.add is not None:
             stepping.counting = counting
-        in_backward = any(part.steps_in_backward for part in self._run.parts.all)
+        free = settings.fused and not any(part.steps_in_backward for part in run.parts.all)
         rounding = (torch.bfloat16, (settings.seed or 0) % 2**63) if settings.stochastic_rounding else ()
+        options, scaled = optim.EngineOptions(settings.ema_decay, *rounding), run.scaler.enabled
         engine = optim.Engine(
-            stepping,
-            optim.EngineOptions(settings.ema_decay, *rounding),
-            counting,
-            free=settings.fused and not in_backward,
-            masters=masters,
-            failed=self._use_torch,
-            scaled=self._scaler.enabled,
+            stepping, options, counting, free=free, masters=masters, failed=self._use_torch, scaled=scaled
         )
-        if world.size > 1 and world.device.type == "cuda":
-            same_kernels(world, stepping, engine)
+        if not is_alone and run.world.device.type == "cuda":
+            same_kernels(run.world, stepping, engine)
+        drop_gradients = None if is_alone else self._drop_gradients
         prepared = optim.PreparedOptimizer(
-            stepping,
-            self._run.window,
-            self._scaler,
-            optimizer,
-            masters,
-            self.sums,
-            engine,
-            self._drop_gradients if world.size > 1 else None,
+            stepping, run.window, run.scaler, optimizer, masters, self.sums, engine, drop_gradients
         )
         self.stepped_by.update((id(p), prepared) for p in parameters)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
@@ -370,7 +362,7 @@ class Preparation:
 
     def _masters_for(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Masters | None:
         """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically."""
-        policy, kind = self._precision, type(optimizer).__name__
+        policy, kind = self._run.precision, type(optimizer).__name__
         low = [p for p in parameters if p.requires_grad and p.dtype in LOW]
         if not policy.masters and not (low and policy.keeps_updates):
             return None
@@ -390,13 +382,13 @@ class Preparation:
 
     def round_updates(self) -> None:
         """Round low-precision updates to nearest, as Fabric does: no masters, stochastic rounding or fp32 layers."""
-        vars(self._precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)
+        vars(self._run.precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)
         self._run.refine("precision", "all in one low precision, and updates are rounded to nearest")
 
     def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Refuse later steps if one of `parameters` that is frozen now, in low precision, was unfrozen since."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
-        if frozen and not self._precision.masters and self._precision.keeps_updates:
+        if frozen and not self._run.precision.masters and self._run.precision.keeps_updates:
 
             def check(*_: Any) -> None:
                 self._refuse_unfrozen(frozen)
@@ -440,7 +432,7 @@ class Preparation:
                 self.owner.update((id(p), name) for name, p in route.original.named_parameters())
         self._check_unclaimed(f"{type(optimizer).__name__}.add_param_group got", "", added, ADD_BEFORE_PREPARE)
         rounds = prepared.engine.options.rounding is not None
-        if self._precision.keeps_updates and not prepared.has_masters and not rounds:
+        if self._run.precision.keeps_updates and not prepared.has_masters and not rounds:
             self._refuse_unfrozen(added)
         type(optimizer).add_param_group(optimizer, group)
         self._keep_frozen(optimizer, added)
@@ -462,8 +454,8 @@ class Preparation:
             elif engine.reason and self._run.world.device.type == "cuda":
                 reason = f"{reason}: {engine.reason}"
             reasons_of[step].append(reason)
-        reasons = dict.fromkeys(chain.from_iterable(reasons_of.values()))
-        self._run.refine("optimizer", "; ".join(reasons), ", ".join(filter(reasons_of.get, reasons_of)))
+        reasons = "; ".join(dict.fromkeys(chain.from_iterable(reasons_of.values())))
+        self._run.refine("optimizer", reasons, ", ".join(filter(reasons_of.get, reasons_of)))
 
     def _use_torch(self, reason: str) -> None:
         """Called when kernels fail, and torch steps from now on."""
@@ -488,25 +480,16 @@ class Preparation:
         return self.schedulers[-1]
 
     def _prepare_loader(self, loader: DataLoader[Any], placement: bool) -> PreparedLoader:
-        run, strategy = self._run, self.strategy
-        prepared = self._options.make_loader(
-            loader,
-            run.window,
-            run.world,
-            strategy.data_rank,
-            strategy.data_size,
-            self._options.dataloader_config,
-            self.seed,
-            placement,
+        run, strategy, options = self._run, self.strategy, self._options
+        prepared = options.make_loader(
+            loader, run.window, run.world, strategy.data_rank, strategy.data_size, options.loading, self.seed, placement
         )
         self.loaders.append(prepared)
-        if len(self.loaders) == 1 and prepared.batch_size is not None:
-            self.batch = prepared.batch_line(run.window.accumulation)
-            if logger.isEnabledFor(logging.INFO):
-                logger.info("batch: %s", self.batch)
+        if len(self.loaders) == 1 and logger.isEnabledFor(logging.INFO) and self.batch:
+            logger.info("batch: %s", self.batch)
         return prepared
 
-    # -- for the step
+    # -- the table
 
     def routes(self, models: Sequence[nn.Module]) -> list[Route]:
         """The routes of `models`, or of all prepared ones."""
@@ -523,197 +506,15 @@ class Preparation:
         ids = set(map(id, objects))
         return [route for route in self.models if id(route.view) in ids]
 
-    def micro_step(self, models: Sequence[nn.Module], sync_each_batch: bool) -> MicroStep:
-        """The context of one micro-step of `accumulate`."""
-        window = self._run.window
-        if not self._refuses_unprepared and window.accumulation != 1:
-            self._refuses_unprepared = True
-            self._removals.append(window.refuse_unprepared(self.owner, self.stepped_by, self.optimizers))
-        if self._run.world.size == 1 or sync_each_batch:
-            return self._plain_micro_step
-        modules = [route.module for route in self.routes(models)]
-        return MicroStep(window, self.strategy.no_sync, modules, self.sums.on and window.accumulation != 1)
-
-    def begin_backward(self) -> None:
-        """Check what the script did to gradients since the last backward, and make ready for the next ones."""
-        window = self._run.window
-        self._watches = self._always_watches or self._scaler.scales or bool(self.masters)
-        checks_gradients = self._watches or window.accumulation != 1
-        for optimizer in self.optimizers:
-            if checks_gradients:
-                optimizer.check_before_backward()
-            if optimizer.turn.phase is not Phase.ACCUMULATING:
-                optimizer.resume_accumulating()
-        window.backwards += 1
-        self._scaler.settle()
-        self._sums_window = self.sums.on and window.accumulation != 1
-        if self._sums_window:
-            self.sums.begin()
-
-    def check_reduction(self, create_graph: bool) -> Callable[[], None] | None:
-        """The check to run after a backward that reduces gradients, if any; it raises where some are not reduced."""
-        window, world = self._run.window, self._run.world
-        world.note_training_thread()
-        if not window.sync or window.ranks_differ or self._sums_window:
-            return None
-        return self.strategy.after_backward([route.module for route in self.models], create_graph)
-
-    def end_backward(self, sync_each_batch: bool) -> None:
-        """Add gradients up, average them, and divide them by the items of the window, as the micro-step asks for."""
-        window, world, sums_window = self._run.window, self._run.world, self._sums_window
-        if sums_window:
-            self.sums.add()
-            if window.sync and world.size > 1 and not sync_each_batch and not window.ranks_differ:
-                modules = [route.module for route in self.models]
-                self.sums.average(partial(self.strategy.average, modules))
-        if window.counts_items and window.sync:
-            window.finish_items(self.gradients(), world)
-        if sums_window and window.sync:
-            self.sums.hand_over()
-            self.show_gradients(self.optimizers)
-        if self._watches or not window.sync:
-            self.watch_gradients()
-
-    def gradients(self) -> Iterator[Tensor]:
-        """All gradients of prepared models' parameters, fp32 sums among them."""
-        for route in self.models:
-            yield from (p.grad for p in route.original.parameters() if p.grad is not None)
-        yield from self.sums.gradients()
-
-    def final_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that optimizers step, each with its gradient, at the end of a window."""
-        pairs = []
-        for optimizer in self.optimizers:
-            for stepped, parameter in optimizer.parameters():
-                gradient = parameter.grad if stepped.grad is None else stepped.grad
-                if gradient is not None:
-                    pairs.append((parameter, gradient))
-        return pairs
-
-    def clip(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Clip gradients, in memory or as steps read them; returns the norm before and the optimizers' parameters."""
-        clipped = self.stepped_parameters(parameters)
-        optimizers = self.optimizers_of_exactly(clipped) if norm_type == 2 else None
-        if optimizers and optim.can_clip_in_step(optimizers):
-            return optim.clip_in_step(optimizers, max_norm, self._scaler), clipped
-        norm = self.strategy.clip(self._unscaled(clipped), max_norm, norm_type)
-        self.show_gradients(self.optimizers)
-        return norm, clipped
-
-    def stepped_parameters(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """`parameters`, or their fp32 masters with the gradients, as optimizers hold them."""
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._watches:
-            for optimizer in self.optimizers:
-                optimizer.check_gradients()
-        if not self.masters:
-            return listed
-        holders = [self.masters.get(id(p), p) for p in listed]
-        for optimizer in self.optimizers_of(holders):
-            optimizer.gather()
-        return holders
-
-    def watch_gradients(self) -> None:
-        """Note the gradients that backward left: the step refuses changes of them that would train wrongly."""
-        refusal = self._scaler.refuse_changes if self._scaler.scales else self._refusal_of_changes
-        for optimizer in self.optimizers:
-            optimizer.watch_gradients(refusal, self._shares_gradients)
-
-    @property
-    def _refusal_of_changes(self) -> Callable[[], str] | None:
-        """Says why a script may not change `.grad` by itself, where the strategy does not allow that."""
-        refusal = self._run.refused.get("change of gradients")
-        return None if refusal is None else lambda: refusal
-
-    def accept_gradients(self) -> None:
-        """Accept changes of gradients since `watch_gradients`, for a caller that knows how they are scaled."""
-        for optimizer in self.optimizers:
-            optimizer.accept_gradients()
-
-    def show_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let the script read, and mostly change, gradients of `optimizers` that easymp has just changed in memory."""
-        refusal = self._refusal_of_changes
-        if not self.masters and refusal is None:
-            return
-        for optimizer in optimizers:
-            if isinstance(optimizer, optim.PreparedOptimizer):
-                optimizer.show_gradients()
-                if refusal is not None:
-                    optimizer.watch_gradients(refusal)
-
-    @property
-    def _shares_gradients(self) -> bool:
-        """Whether gradients may be views of a bucket, or shards, that ranks average."""
-        return self._run.world.size > 1 and not self.strategy.local_updates
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of `optimizers`, prepared or not, by the loss scale in memory, and clip as asked."""
-        for optimizer in optimizers:
-            if isinstance(optimizer, optim.PreparedOptimizer):
-                optimizer.check_gradients()
-                optimizer.apply_clip()
-                optimizer.gather(in_memory=True)
-                optimizer = optimizer.optimizer
-            self._scaler.ensure_unscaled(optimizer)
-
-    def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Unscale the gradients of `parameters` in memory, and apply earlier clips; returns `parameters`."""
-        pending = any(optimizer.turn.clip is not None for optimizer in self.optimizers)
-        if self._scaler.enabled or self.masters or pending:
-            optimizers = self.optimizers_of(parameters)
-            if self._scaler.scales:
-                self._refuse_unstepped(parameters, optimizers)
-            self.unscale(optimizers)
-        return parameters
-
-    def _refuse_unstepped(self, parameters: list[Tensor], optimizers: Sequence[PreparedOptimizer]) -> None:
-        """Raise StepError under a loss scale where `optimizers` do not step all of `parameters` that have gradients."""
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        unstepped = [p for p in parameters if p.grad is not None and id(p) not in stepped]
-        if unstepped:
-            name = self.owner.get(id(unstepped[0]), "one of them")
-            raise StepError(
-                f"a clip of {len(parameters)} parameters under a loss scale: {len(unstepped)} of them ({name!r} …) "
-                "have gradients and are in no prepared optimizer, so that nothing divides these gradients by the "
-                "loss scale. Pass the parameters that optimizers step, or call requires_grad_(False) on the others"
-            )
-
-    def clamp(self, parameters: Iterable[Tensor] | Tensor, limit: float) -> None:
-        """Clamp every element of the gradients to [-limit, limit]."""
-        gradients = []
-        for parameter in self._unscaled(self.stepped_parameters(parameters)):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()  # so that a row of several parts is clamped whole
-                gradients.append(parameter.grad._values())
-            elif parameter.grad is not None:
-                gradients.append(local(parameter.grad))
-        if gradients:
-            torch._foreach_clamp_min_(gradients, -limit)
-            torch._foreach_clamp_max_(gradients, limit)
-        self.show_gradients(self.optimizers)
-
     def optimizers_of(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer]:
         """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
         ids = {id(p) for p in parameters}
         return [o for o in self.optimizers if any(id(p) in ids for g in o.param_groups for p in g["params"])]
 
-    def optimizers_of_exactly(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer] | None:
-        """The optimizers that together step exactly these; None if there are none, or clips in steps gain nothing."""
-        if not any(optimizer.engine.worth() for optimizer in self.optimizers):
-            return None
-        remaining = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
-        optimizers = []
-        for optimizer in self.optimizers:
-            parameters_of = (p for g in optimizer.param_groups for p in g["params"])
-            ids = {id(p) for p in parameters_of if p.requires_grad or p.grad is not None}
-            if ids & remaining:
-                if not ids <= remaining:
-                    return None
-                remaining -= ids
-                optimizers.append(optimizer)
-        return None if remaining else optimizers
+    def refuse_unprepared(self) -> None:
+        """From now on, refuse steps of unprepared optimizers on prepared parameters inside a window."""
+        self.refuses_unprepared = True
+        self._removals.append(self._run.window.refuse_unprepared(self.owner, self.stepped_by, self.optimizers))
 
     @contextmanager
     def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
@@ -746,7 +547,7 @@ class Preparation:
         if all(counts == updates[0] for counts in updates):
             return
         source = max(range(world.size), key=lambda rank: sum(updates[rank]))
-        holders: list[Any] = [*self.optimizers, *self.schedulers, self._scaler]
+        holders: list[Any] = [*self.optimizers, *self.schedulers, self._run.scaler]
         states: list[Any] = [None] * len(holders)
         if world.rank == source:
             states = [send_to_device(holder.state_dict(), "cpu") for holder in holders]
@@ -766,13 +567,13 @@ class Preparation:
             vars(optimizer.given).pop("add_param_group", None)
         self.sums.clear()
         for route in self.models:
-            single_module = self._precision.forward(route.original, self._run.world.device)
+            single_module = self._run.precision.forward(route.original, self._run.world.device)
             route.module = self.strategy.release(route.module, single_module)
         if self._compiling:
             self._compiling.undo()
         while self._removals:
             self._removals.pop()()
-        self._refuses_unprepared = False
+        self.refuses_unprepared = False
         for norm, kind in self.converted:
             norm.__class__ = kind  # a synchronised one waits for ranks that are gone
             vars(norm)["process_group"] = None

@@ -162,7 +162,8 @@ class Run:
         """Raise a RefusedError where `call` does not go together with something that is in force, or with `others`."""
         if call in self.refused:
             raise RefusedError(self.refused[call])
-        conflicts.check({call, *others}, conflicts.OPTIONS)
+        if others:
+            conflicts.check({call, *others}, conflicts.OPTIONS)
 
 
 OPEN_RUNS: dict[int, Run] = {}  # in the order in which they opened

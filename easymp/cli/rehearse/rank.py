@@ -384,7 +384,7 @@ class Rehearsal(Runner):
     def preparing(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.watcher.large_are_fake = True
         fakes: dict[int, Tensor] = {}
-        initialize = self.run.prepared._options.initialize
+        initialize = self.run.plan.settings.initialize
         for model in models if any(map(meta_init.on_meta, models)) else ():
             for name, module in model.named_modules():
                 if module._parameters or module._buffers:

@@ -311,7 +311,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             super().clip_grad_value_(parameters, clip_value)
             return
         clipped, sums = self._clipped_inside(parameters), self._prepared.sums
-        self._prepared.clamp(clipped, clip_value)
+        self._gradients.clamp(clipped, clip_value)
         for gradient in map(sums.gradient, clipped) if sums.on else ():
             if gradient is not None:
                 gradient.clamp_(-clip_value, clip_value)

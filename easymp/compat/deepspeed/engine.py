@@ -199,12 +199,12 @@ class DeepSpeedEngine(nn.Module):
         steps = config.gradient_accumulation_steps
         loss = loss if scale_wrt_gas else loss * steps
         reveal_gradients(self._trained)
-        acc._prepared.accept_gradients()  # the script and `safe_set_full_grad` may change scaled ones
+        acc._gradients.accept()  # the script and `safe_set_full_grad` may change scaled ones
         with self._unsynced():
             acc.backward(loss, retain_graph=retain_graph)
             if self._averages_at_boundary and acc.sync_gradients:
                 current_world().average_(self._fill_gradients())
-                acc._prepared.watch_gradients()  # a change of ours
+                acc._gradients.watch()  # a change of ours
         if config.zero_optimization_partition_gradients:
             hide_gradients(self._trained)
         self._called_backward = True
@@ -220,7 +220,7 @@ class DeepSpeedEngine(nn.Module):
         if updates:
             reveal_gradients(self._trained)
             self._fill_gradients()
-            acc._prepared.accept_gradients()
+            acc._gradients.accept()
             self._norm = acc.clip_grad_norm_(self._model.parameters(), config.gradient_clipping or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
