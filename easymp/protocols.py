@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -285,38 +285,48 @@ class Strategy(Protocol):
         ...
 
 
-class Precision(Protocol):
-    """The dtypes of a training, and the two methods that apply them to a model."""
+class Precision:
+    """The dtypes of a training, and how a model computes in them. The base of all precisions, which changes nothing."""
 
     name: ClassVar[str]
-    param: torch.dtype  # of parameters
-    compute: torch.dtype  # of matrix products
-    reduce: torch.dtype  # in which gradients are reduced
-    gather: torch.dtype | None  # in which shards of fp32 parameters are gathered; None: as they are stored
-    output: torch.dtype | None  # of a prepared model's outputs; None leaves them as they are
-    tf32: bool  # products of fp32 tensors run on TF32 Tensor Cores, where there are some
-    scaled: bool  # the loss is scaled
-    masters: bool  # optimizers step fp32 copies of the low-precision parameters
-    raises: bool  # trainable low-precision parameters become fp32 when their model is prepared
-    keeps_updates: bool  # low-precision parameters are not just rounded to the nearest after a step
-    swaps: bool  # layers get a forward of their own, which takes whole tensors
-    rounds: bool  # weights are kept rounded, beside the parameters, from an update's first forward to its step
-    conflicts: ClassVar[Sequence[Conflict]]  # what it does not go together with
+    param: ClassVar[torch.dtype]  # of parameters
+    compute: ClassVar[torch.dtype]  # of matrix products
+    reduce: ClassVar[torch.dtype]  # in which gradients are reduced
+    tf32: ClassVar[bool] = False  # products of fp32 tensors run on TF32 Tensor Cores, where there are some
+    scaled: ClassVar[bool] = False  # the loss is scaled
+    masters: ClassVar[bool] = False  # optimizers step fp32 copies of the low-precision parameters
+    raises: ClassVar[bool] = False  # trainable low-precision parameters become fp32 when their model is prepared
+    keeps_updates: ClassVar[bool] = True  # low-precision parameters are not just rounded to the nearest after a step
+    swaps: ClassVar[bool] = False  # layers get a forward of their own, which takes whole tensors
+    rounds: ClassVar[bool] = False  # weights are kept rounded from an update's first forward to its step
+    conflicts: ClassVar[Sequence[Conflict]] = ()  # what it does not go together with
 
     @staticmethod
-    def refuse(facts: Facts) -> Refusal | None: ...
+    def refuse(facts: Facts) -> Refusal | None:
+        """Say why the precision cannot run on the machine of `facts`."""
+        return None
+
+    @property
+    def gather(self) -> torch.dtype | None:
+        """The dtype in which shards of fp32 parameters are gathered; None: as they are stored."""
+        return None
+
+    @property
+    def output(self) -> torch.dtype | None:
+        """The dtype of a prepared model's outputs; None leaves them as they are."""
+        return None
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Change the model itself (fp8 swap, O2/O3 cast); the identity otherwise."""
-        ...
+        """Change the model itself (fp8 swap, O2/O3 cast)."""
+        return model
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         """The module to call in place of `model`: one that runs it under autocast, or `model` itself."""
-        ...
+        return model
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
         """A context for computations outside of prepared models in this precision; `options`: `AutocastKwargs`."""
-        ...
+        return nullcontext()
 
 
 class Tracker(Protocol):

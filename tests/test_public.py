@@ -7,11 +7,14 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import easymp
+from easymp import Accelerator
 from easymp.registry import PRECISIONS, STRATEGIES
 
 PACKAGE = Path(easymp.__file__).parent
@@ -45,6 +48,23 @@ def test_a_wrong_name() -> None:
         easymp.Acelerator  # noqa: B018
     with pytest.raises(ImportError):
         exec("from easymp import Acelerator")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: easymp.gather_object([1], every=2),
+            r"has no argument 'every': gather \[object\], and take every n-th",
+        ),
+        (lambda: easymp.broadcast_object_list([1], world=None), "has no argument 'world': leave it out"),
+        (lambda: easymp.broadcast(torch.ones(1), world=None), "has no argument 'world': leave it out"),
+        (lambda: Accelerator(scheduler_steps_per_process=True), "'scheduler_steps_per_process': leave it out"),
+    ],
+)
+def test_former_words_are_refused_with_what_to_use(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
 
 
 OPTIONAL = "cupy matplotlib tensorboard wandb mlflow sklearn tqdm pandas pynvml accelerate lightning".split()

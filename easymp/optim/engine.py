@@ -351,8 +351,9 @@ class Engine:
             factor = clip.factor if factor is None else factor * clip.factor
         plain = factor is None and found_inf is None and self.averages.decay is None and self._rule_step is None
         # Without factor or flag torch's own fused step does all that is needed.
-        fused = plain and self._masters is None and type(self._inner) in FUSED and takes_found_inf(self.optimizer)
-        if self.kernels is not None and not fused:
+        if self.kernels is not None and not (
+            plain and self._masters is None and type(self._inner) in FUSED and takes_found_inf(self.optimizer)
+        ):
             self._gather_if_started()
             step, numbers = self.kernels.step, (self._on_device(factor), self._on_device(found_inf))
             try:

@@ -16,52 +16,23 @@ from ..base.pytree import map_leaves
 from ..errors import BatchError, PrepareError
 from ..logging import get_logger
 from ..options import AutocastKwargs
-from ..protocols import Conflict, Facts, Refusal
+from ..protocols import Facts, Precision, Refusal
 
 logger = get_logger(__name__)
 
 LOW = (torch.float16, torch.bfloat16)
 
 
-class FP32:
-    """fp32 weights and products, with torch's TF32 flags as the user set them; the base of the other precisions."""
+class FP32(Precision):
+    """fp32 weights and products, with torch's TF32 flags as the user set them."""
 
     name: ClassVar[str] = "fp32"
     param: ClassVar[torch.dtype] = torch.float32
     compute: ClassVar[torch.dtype] = torch.float32
     reduce: ClassVar[torch.dtype] = torch.float32
-    scaled: ClassVar[bool] = False
-    masters: ClassVar[bool] = False
-    raises: ClassVar[bool] = False
-    keeps_updates: ClassVar[bool] = True
-    swaps: ClassVar[bool] = False
-    conflicts: ClassVar[Sequence[Conflict]] = ()
-    rounds: ClassVar[bool] = False
-    tf32: ClassVar[bool] = False
 
     def __init__(self, options: AutocastKwargs = AutocastKwargs()) -> None:  # noqa: B008
         self.options = options
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        return None
-
-    @property
-    def gather(self) -> torch.dtype | None:
-        return None
-
-    @property
-    def output(self) -> torch.dtype | None:
-        return None
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return model
-
-    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 class TF32(FP32):

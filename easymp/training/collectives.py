@@ -15,6 +15,7 @@ from ..base.lazy import modules_at_first_use
 from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
 from ..distributed.processes import Processes
 from ..errors import ALIKE, BatchError, LeafError, SettingError, StepError, WorldError
+from .moved import without
 
 if TYPE_CHECKING:
     from ..base.accumulation import UpdateWindow
@@ -26,6 +27,7 @@ modules_at_first_use(globals(), "state")
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "none"]
 
+OF_THE_RUN = "leave it out: the ranks are those of the open run"
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current "
     "batch without the samples that complete it"
@@ -237,6 +239,7 @@ def gather(tensor: T, *, world: World | None = None) -> T:
     return _together(run_world, "gather", tensor, run_world.gather, remedy=LENGTHS)
 
 
+@without(world=OF_THE_RUN, every="gather [object], and take every n-th list of the result")
 def gather_object(object: list[T]) -> list[T]:
     """Join the ranks' lists of Python objects.
 
@@ -259,6 +262,7 @@ def gather_object(object: list[T]) -> list[T]:
     return [item for part in world.gather_objects(object) for item in part]
 
 
+@without(world=OF_THE_RUN)
 def broadcast(tensor: T, from_process: int = 0) -> T:
     """Copy the tensors of one rank to all ranks.
 
@@ -283,6 +287,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     return _together(world, call, tensor, lambda leaf: world.broadcast(leaf, from_process))
 
 
+@without(world=OF_THE_RUN)
 def broadcast_object_list(object_list: list[T], from_process: int = 0) -> list[T]:
     """Copy a list of Python objects from one rank to all ranks.
 

@@ -1,12 +1,14 @@
-"""Words of earlier versions and of Accelerate that easymp's Accelerator lacks, and what to write in their place."""
+"""Words of earlier versions and of Accelerate that easymp lacks, and what to write in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import ArgumentError, nearest
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 LOADER_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 # Keywords of the constructor.
 SETTING_REMEDIES = {
@@ -19,10 +21,9 @@ SETTING_REMEDIES = {
 OTHER_ARGUMENTS = {
     **SETTING_REMEDIES,
     **{name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)" for name in LOADER_OPTIONS},
-    **dict.fromkeys(
-        ("step_scheduler_with_optimizer", "scheduler_steps_per_process"),
-        "prepared schedulers step once an update; easymp.compat.accelerate has Accelerate's rules",
-    ),
+    "step_scheduler_with_optimizer": "prepared schedulers step once an update; easymp.compat.accelerate has this word",
+    "scheduler_steps_per_process": "leave it out: prepared schedulers step once an update, and those of "
+    "easymp.compat.accelerate once for each process, as Accelerate's do",
     **dict.fromkeys(
         ("deepspeed_plugin", "deepspeed_plugins"),
         "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
@@ -80,3 +81,18 @@ def refuse_argument(name: str, arguments: Iterable[str]) -> NoReturn:
     remedy = OTHER_ARGUMENTS.get(name)
     hint = nearest(name, arguments) if remedy is None else f": {remedy}"
     raise ArgumentError(f"Accelerator() has no argument {name!r}{hint}")
+
+
+def without(**remedies: str) -> Callable[[Function], Function]:
+    """Decorate a function that has lost these keywords: a call with one is an ArgumentError that says what to do."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            for name in keywords.keys() & remedies.keys():
+                raise ArgumentError(f"{function.__name__}() has no argument {name!r}: {remedies[name]}")
+            return function(*args, **keywords)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
