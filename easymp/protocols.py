@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import argparse
 
     import torch
-    import torch.distributed as dist
     from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -176,64 +175,75 @@ SMALL_EPS = "Adam with an eps below 1e-4"
 UNROUNDED = "bf16 weights without stochastic rounding"  # which need fp32 masters
 
 
-class Strategy(Protocol):
-    """How parameters and gradients are distributed over the ranks. `strategies.single.Single` has the defaults.
+class Strategy:
+    """How parameters and gradients are distributed over the ranks. `strategies.single.Single` is the plainest one.
 
-    Ranks that see the same slice of the data are neighbours: ranks 0 and 1 of four with ``data_size`` 2.
+    Ranks that see the same slice of the data are neighbours: ranks 0 and 1 of four with ``data_size`` 2. Methods that a
+    strategy does not override leave their argument as it is, and all ranks alike.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type]  # the record of its options, the constructor's second argument
-    several: ClassVar[str]  # its use of several processes, in words; "" for one process
-    sharded: ClassVar[bool]  # no rank holds the whole model; `wrap` gives meta parameters values part by part
-    splits_layers: ClassVar[bool]  # layers compute with parts of their tensors
-    local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
-    replicated: ClassVar[bool]  # plain parameters are equal on all ranks, or will be when averaged
-    late_loss: ClassVar[bool]  # the result of `loss` has its value only after backward
+    several: ClassVar[str] = ""  # its use of several processes, in words; "" for one process
+    sharded: ClassVar[bool] = False  # no rank holds the whole model; `wrap` gives meta parameters values part by part
+    splits_layers: ClassVar[bool] = False  # layers compute with parts of their tensors
+    local_updates: ClassVar[bool] = False  # ranks update by themselves, and parameters are averaged now and then
+    replicated: ClassVar[bool] = True  # plain parameters are equal on all ranks, or will be when averaged
+    late_loss: ClassVar[bool] = False  # the result of `loss` has its value only after backward
+    conflicts: ClassVar[Sequence[Conflict]] = ()  # what it does not go together with
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
-    data_group: dist.ProcessGroup | None  # one rank of each slice, with this one; None: all ranks
-    context_size: int  # neighbours that share each sequence of their slice
-    conflicts: ClassVar[Sequence[Conflict]]  # what it does not go together with
+    data_group: Any = None  # the process group of one rank of each slice, with this one; None: all ranks
+    context_size: int = 1  # neighbours that share each sequence of their slice
     words: set[str]  # its name, and those of its options that the table of conflicts knows
-    sums: bool  # fp32 gradient sums are kept outside: under no_sync `.grad` is local, and `average` reduces
-    reduces_each: bool | None  # each micro-batch reduces gradients to shards; None: memory decides
+    sums: bool = True  # fp32 gradient sums are kept outside: under no_sync `.grad` is local, and `average` reduces
+    reduces_each: bool | None = False  # each micro-batch reduces gradients to shards; None: memory decides
     options: Any  # of type `Options`, where `reduces_each` can be None
 
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None: ...
+    @classmethod
+    def refuse(cls, facts: Facts) -> Refusal | None:
+        """Say why the strategy cannot run on the machine and the number of processes of `facts`."""
+        if cls.several and facts.world_size == 1:
+            return Refusal(
+                f"strategy {cls.name!r} {cls.several}, and there is one",
+                "start several (`easymp launch --processes N script.py`), or use 'auto'",
+            )
+        if not cls.several and facts.world_size > 1:
+            reason = f"strategy {cls.name!r} is for one process, and {facts.world_size} were started"
+            return Refusal(f"{reason}: each would train alone", "use strategy='ddp' or 'auto', or start one process")
+        return None
 
     @staticmethod
     def option_words(options: Any) -> Collection[str]:
         """The words of `options` that the table of conflicts knows."""
-        ...
+        return ()
 
     def in_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the parameters of `optimizer`, the one that steps, are equal now on all ranks that hold them."""
-        ...
+        return True
 
     def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[Any]:
         """A context in which `buffers` are this rank's part of each sequence along `dims`, for forward and backward."""
-        ...
+        return nullcontext()
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         """The part of `model` that one rank holds, before `wrap`; with `size` ranks, and `local_size` on a node."""
-        ...
+        return Layout()
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext) -> nn.Module:
         """Distribute `model`; returns the module to call in its place.
 
         If parameters are replaced, `optimizers` (the plain ones of the same `prepare`) get the new parameters.
         """
-        ...
+        raise NotImplementedError
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to step in place of `optimizer`, after its models were wrapped; usually itself.
 
         A replacement has `laid_out` and `replace_states`, for checkpoints of its states (see `ShardedOptimizer`).
         """
-        ...
+        return optimizer
 
     def loss(
         self,
@@ -249,40 +259,40 @@ class Strategy(Protocol):
 
         `call` calls `module`, the result of `wrap`; a `summed` loss is a sum over the batch, not a mean.
         """
-        ...
+        outputs = call(*args, **kwargs)
+        loss: Tensor = loss_fn(outputs) if target is None else loss_fn(outputs, target)
+        return loss
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward accumulates gradients locally; `model` is the result of `wrap`."""
-        ...
+        return nullcontext()
 
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         """Drop gradients that are kept elsewhere than in ``.grad``, of the parameters with these ids."""
-        ...
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         """Average `gradients` over the data ranks, in place, after a window whose backwards ran under `no_sync`."""
-        ...
 
     def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         """Called before a backward that reduces; returns the check to run after it, which raises if some are not."""
-        ...
+        return None
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """A context in which ranks may run out of batches at different times; `models` are results of `wrap`."""
-        ...
+        return nullcontext()
 
     @property
     def counting(self) -> Counting:
         """The way in which 2-norms of gradients are computed."""
-        ...
+        return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, in any layout."""
-        ...
+        raise NotImplementedError
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         """The module to call after the run: `alone`, this rank's own, where that is whole. Not a collective."""
-        ...
+        return alone
 
 
 class Precision:

@@ -55,7 +55,7 @@ def test_a_wrong_name() -> None:
     [
         (
             lambda: easymp.gather_object([1], every=2),
-            r"has no argument 'every': gather \[object\], and take every n-th",
+            r"no argument 'every': gather \[object\], and take every n-th",
         ),
         (lambda: easymp.broadcast_object_list([1], world=None), "has no argument 'world': leave it out"),
         (lambda: easymp.broadcast(torch.ones(1), world=None), "has no argument 'world': leave it out"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from ..errors import RefusedError, StepError
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Conflict, Counting, Facts, Layout, Refusal, WrapContext
+from ..protocols import Conflict, Counting, Strategy, WrapContext
 from .context_parallel import SequenceAttention, check_group_size
 
 logger = get_logger(__name__)
@@ -41,25 +41,14 @@ class Remedy:
     ROUNDING = "Use Settings(stochastic_rounding=True), or bf16, which keeps weights in fp32"
 
 
-class Single:
-    """Calls the model under autocast. The base of all strategies, with defaults for members of `protocols.Strategy`.
+class Single(Strategy):
+    """Calls the model under autocast. The base of all strategies, for functions that they share.
 
     It takes ddp's options, for scripts that run on one process and on several; they have no effect here.
     """
 
     name: ClassVar[str] = "single"
     Options: ClassVar[type] = DistributedDataParallelKwargs
-    several: ClassVar[str] = ""
-    sharded: ClassVar[bool] = False
-    splits_layers: ClassVar[bool] = False
-    local_updates: ClassVar[bool] = False
-    replicated: ClassVar[bool] = True
-    late_loss: ClassVar[bool] = False
-    conflicts: ClassVar[Sequence[Conflict]] = ()
-    reduces_each: bool | None = False
-    sums = True
-    data_group: Any = None
-    context_size = 1
     # Counts the ranks that hold each element of a parameter's gradient (0: other ranks count it); None where gradients
     # are whole on every rank. Optimizers keep it, so it must not hold the strategy.
     _copies: Callable[[Tensor], int] | None = None
@@ -78,26 +67,6 @@ class Single:
     def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[None]:
         return self._attention.over(buffers, dims) if self.context_size > 1 else nullcontext()
 
-    @classmethod
-    def refuse(cls, facts: Facts) -> Refusal | None:
-        if cls.several and facts.world_size == 1:
-            return Refusal(
-                f"strategy {cls.name!r} {cls.several}, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        if not cls.several and facts.world_size > 1:
-            reason = f"strategy {cls.name!r} is for one process, and {facts.world_size} were started"
-            return Refusal(f"{reason}: each would train alone", "use strategy='ddp' or 'auto', or start one process")
-        return None
-
-    @staticmethod
-    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        return Layout()
-
-    @staticmethod
-    def option_words(options: Any) -> Collection[str]:
-        return ()
-
     def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], context: WrapContext) -> nn.Module:
         if context.place:
             model.to(self._world.device)
@@ -105,34 +74,12 @@ class Single:
         context.compile(module)
         return module
 
-    def spread(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
-
-    def loss(
-        self, module: nn.Module, call: Call, loss_fn: Call, args: Any, kwargs: Any, target: Any, summed: bool
-    ) -> Tensor:
-        outputs = call(*args, **kwargs)
-        loss: Tensor = loss_fn(outputs) if target is None else loss_fn(outputs, target)
-        return loss
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.reducing(False) if isinstance(model, Reducing) else nullcontext()
 
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         if isinstance(model, Reducing):
             model.drop(parameters)
-
-    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
-        return None
-
-    def in_step(self, optimizer: Optimizer) -> bool:
-        return True
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     @property
     def counting(self) -> Counting:
@@ -147,9 +94,6 @@ class Single:
         if self._copies is None:
             return clip_whole(parameters, max_norm, norm_type)
         return clip_to_norm(parameters, max_norm, norm_type, self._world, self._copies)
-
-    def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
-        return module
 
 
 class Reducing(nn.Module):
