@@ -404,8 +404,8 @@ class Accelerator(Collectives, Checkpoints):
             (True, 0.1)
         """
         prepared_objects = self._prepared.prepare(objects, device_placement, forward_methods)
-        if self._prepared.optimizers:
-            self._claim_early()
+        if self._prepared.optimizers and (self._will_save or self._project.project_dir is not None):
+            self._claim_project(reading=not self._will_save)
         return prepared_objects[0] if len(prepared_objects) == 1 else tuple(prepared_objects)
 
     # -- the step

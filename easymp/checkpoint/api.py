@@ -52,12 +52,15 @@ class Checkpoints:
     close: Callable[[], None]
     _saves: Saves | None = None  # from the first save or load on
     _save_calls: ranks.SaveCalls  # where the main process may save alone
+    _will_save: bool  # whether the settings say that the run saves in its project
     _claimed = False  # whether this run holds the lock of its project's checkpoints
     _last: tuple[str, str] | None = None  # folder and name of this run's last checkpoint
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
         self._project = project
         self._epochs = Epochs(self._prepared.loaders, self._run.window, self._run.world)
+        names_checkpoints = project.total_limit is not None or project.automatic_checkpoint_naming
+        self._will_save = names_checkpoints or bool(self._run.plan.settings.save_on_signal)
         self._objects: list[Any] = []
         # Handles need a class that takes weak references.
         self._save_hooks: dict[int, Callable[..., object]] = OrderedDict()
@@ -74,14 +77,6 @@ class Checkpoints:
 
     def _is_root(self, path: Path) -> bool:
         return folders.split(path) == folders.split(self._root)
-
-    def _claim_early(self) -> None:
-        """Lock the project folder when the first optimizer is prepared, if the run will save there."""
-        project = self._project
-        on_signal = self._run.plan.settings.save_on_signal
-        will_save = project.total_limit is not None or project.automatic_checkpoint_naming or on_signal
-        if will_save or project.project_dir is not None:
-            self._claim_project(reading=not will_save)
 
     def _claim_project(self, reading: bool = False, world: World | None = None) -> None:
         """Lock the project's checkpoints until `close`; with `reading`, a read-only folder is not locked."""
