@@ -187,10 +187,9 @@ class Preparation:
         for kind, prepare_item in steps:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
-                    prepared = prepared_by_id[id(item)] = (
-                        item if isinstance(item, PREPARED) else prepare_item(item, placement)
-                    )
-                    new.append(prepared)
+                    is_ready = isinstance(item, PREPARED)
+                    prepared_by_id[id(item)] = item if is_ready else prepare_item(item, placement)
+                    new.append(prepared_by_id[id(item)])
         if models and self._diverges and self.strategy.data_rank:
             diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._diverges = False
@@ -212,15 +211,16 @@ class Preparation:
             if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
                 raise PrepareError(f"the model is already in a {kind}: pass its .module, and the strategy wraps it")
             for name, parameter in model.named_parameters():
-                fault = ""
                 if isinstance(parameter, nn.UninitializedParameter):
-                    fault = "has no shape yet: call the model once on a batch before prepare(), "
-                    fault += "so that its lazy layers are made"
-                elif id(parameter) in owner:
-                    fault = f"was prepared before, as {owner[id(parameter)]!r}: "
-                    fault += "prepare one module that holds both parts, once"
-                if fault:
-                    raise PrepareError(f"parameter {name!r} of this {kind} {fault}")
+                    raise PrepareError(
+                        f"parameter {name!r} of this {kind} has no shape yet: call the model once on a batch before "
+                        "prepare(), so that its lazy layers are made"
+                    )
+                if id(parameter) in owner:
+                    raise PrepareError(
+                        f"parameter {name!r} of this {kind} was prepared before, as {owner[id(parameter)]!r}: prepare "
+                        "one module that holds both parts, once"
+                    )
                 owner[id(parameter)] = name
 
     def _change_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], has_methods: bool) -> None:
