@@ -159,13 +159,11 @@ class UpdateWindow:
             turn.begin()
 
     def ends_at_step(self, turn: Turn) -> bool:
-        """Whether a step now ends the window; else the optimizer waits for the micro-step that does.
+        """Whether a step now ends a window of several micro-steps; else the optimizer waits for the one that does.
 
         Raises:
             StepError: a script's own step comes before the window's last backward pass.
         """
-        if self.accumulation == 1:
-            return True
         if self.in_accumulate:
             turn.waiting = not self.sync
             return self.sync
@@ -182,12 +180,12 @@ class UpdateWindow:
         return True
 
     def keeps_gradients(self, turn: Turn) -> bool:
-        """Whether gradients hold part of an unfinished window, so that `zero_grad` must keep them.
+        """Whether gradients hold part of an unfinished window of several micro-steps, so that `zero_grad` keeps them.
 
         Scripts call it after `step`, or at the beginning of each micro-step, also after another optimizer's backward.
         """
         waiting, turn.waiting = turn.waiting, False
-        if self.accumulation == 1 or turn.spent:
+        if turn.spent:
             return False
         begins = waiting or not self.backwards  # a micro-step; otherwise the call follows this one's step
         return bool((begins and self.micro > 1) or (self.backwards and not self.sync))

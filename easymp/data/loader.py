@@ -9,9 +9,10 @@ two passes begins the next epoch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -103,6 +104,10 @@ class PreparedLoader(DataLoader[Any]):
         self._original, self._source, self._window, self._world = original, source, window, world
         self._rank, self._device, self._non_blocking = rank, device, non_blocking
         self._sizes_differ = sizes_differ
+        samplers = (original.sampler, original.batch_sampler, getattr(original.batch_sampler, "sampler", None))
+        items = {id(item): item for item in (original.dataset, *samplers)}
+        # The script's objects that have `set_epoch`, and the epochs that they had when we set them last.
+        self._with_set_epoch: list[Any] = [i for i in items.values() if callable(getattr(i, "set_epoch", None))]
         self._epochs_set = self._epochs_of_samplers()
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -351,7 +356,7 @@ class PreparedLoader(DataLoader[Any]):
     def _begin(self, skip: int) -> tuple[object, int]:
         if self._pass is not None:  # a pass left early and not yet collected, or a loop inside a loop
             self._end()
-        for item, epoch, epoch_set in zip(self._with_set_epoch(), self._epochs_of_samplers(), self._epochs_set):
+        for item, epoch, epoch_set in zip(self._with_set_epoch, self._epochs_of_samplers(), self._epochs_set):
             if item is not self.dataset and epoch != epoch_set and isinstance(epoch, int):
                 self.set_epoch(epoch)  # the script called the sampler's set_epoch, as with DistributedSampler
         if id(self) in self._window.resuming:
@@ -415,18 +420,11 @@ class PreparedLoader(DataLoader[Any]):
         self.finished = self._empty_passes = finished
         self._replays += 1
 
-    def _with_set_epoch(self) -> list[Any]:
-        """The user's objects that have `set_epoch`."""
-        original = self._original
-        nested = getattr(original.batch_sampler, "sampler", None)
-        items = {id(item): item for item in (original.dataset, original.sampler, original.batch_sampler, nested)}
-        return [item for item in items.values() if callable(getattr(item, "set_epoch", None))]
-
     def _epochs_of_samplers(self) -> list[Any]:
-        return [getattr(item, "epoch", None) for item in self._with_set_epoch()]
+        return [getattr(item, "epoch", None) for item in self._with_set_epoch]
 
     def _set_epochs(self) -> None:
-        for item in self._with_set_epoch():
+        for item in self._with_set_epoch:
             item.set_epoch(self.epoch)
         self._epochs_set = self._epochs_of_samplers()
 
@@ -556,3 +554,38 @@ class SkippedLoader:
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+# -- the samples of an update ------------------------------------------------------------------------------------------
+
+
+class Samples(NamedTuple):
+    """The samples of an update: places `begin` to `end` in the order of an epoch, over all ranks."""
+
+    loader: Callable[[], PreparedLoader | None]
+    epoch: int
+    begin: int
+    end: int
+
+
+class SampleTracker:
+    """Follows the places of the updates of one run."""
+
+    def __init__(self, window: UpdateWindow) -> None:
+        self._window = window
+        self._last = Samples(lambda: None, 0, 0, 0)  # of the last update
+
+    def samples(self) -> Samples | None:
+        """The samples of this update; None if they do not come from a prepared loader. Call it at each update."""
+        window, last = self._window, self._last
+        loader = window.reading
+        if not isinstance(loader, PreparedLoader):
+            return None
+        begin, continues = last.end, last.loader() is loader and last.epoch == loader.epoch
+        if continues and begin == loader.position:  # another optimizer's part of the same update
+            return last
+        if not continues or begin > loader.position:
+            micro_steps = window.micro if window.accumulation != 1 else 1
+            begin = max(0, loader.position - micro_steps * (loader.total_batch_size or loader.position))
+        self._last = Samples(ref(loader), loader.epoch, begin, loader.position)
+        return self._last

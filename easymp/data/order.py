@@ -247,13 +247,13 @@ class Share(NamedTuple):
 
 def shares(order: Sequence[Any], cut: Cut, rank: int, start: int = 0) -> Iterator[Share]:
     """Batches of `rank` from a known order, from global sample `start` on. Only the slices of this rank are read."""
-    n, batch = len(order), cut.batch
+    n, batch, global_batch = len(order), cut.batch, cut.global_batch
     start = min(start, n)
-    full, remainder = divmod(n - start, cut.global_batch)
-    tail = start + full * cut.global_batch
-    for begin in range(start, tail, cut.global_batch):
+    full, remainder = divmod(n - start, global_batch)
+    tail = start + full * global_batch
+    for begin in range(start, tail, global_batch):
         first = begin + rank * batch
-        yield Share(rank, list(order[first : first + batch]), begin + cut.global_batch, 0)
+        yield Share(rank, list(order[first : first + batch]), begin + global_batch, 0)
     if cut.batches(n - start, rank) > full:
         part = cut.part(remainder)
         first = tail + rank * part

@@ -120,7 +120,7 @@ class PreparedOptimizer(WrappingOptimizer):
                 passes; inside `averaged`.
         """
         window, turn = self._window, self.turn
-        if not window.ends_at_step(turn):
+        if window.accumulation != 1 and not window.ends_at_step(turn):
             return None
         if closure is not None:
             window.refuse("step(closure)")
@@ -206,7 +206,8 @@ class PreparedOptimizer(WrappingOptimizer):
                 self._masters.clear()
             else:
                 self._masters.write_back()
-        self._forget_sums()
+        if self._sums is not None and self._sums.on:
+            self._forget_sums(self._sums)
         return result
 
     def set_clip(self, clip: Clip | None) -> None:
@@ -279,10 +280,10 @@ class PreparedOptimizer(WrappingOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless they hold part of a window that is not finished."""
-        turn = self.turn
-        if self._window.keeps_gradients(turn):
+        turn, window = self.turn, self._window
+        if window.accumulation != 1 and window.keeps_gradients(turn):
             return
-        for notify in self._window.parts.zero_grad:
+        for notify in window.parts.zero_grad:
             notify(self)
         turn.spent = False
         if turn.clip is not None:
@@ -293,14 +294,14 @@ class PreparedOptimizer(WrappingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.clear()
-        self._forget_sums()
+        if self._sums is not None and self._sums.on:
+            self._forget_sums(self._sums)
         if self._drop_gradients is not None:
             self._drop_gradients(lambda: {id(parameter) for _, parameter in self.parameters()})
 
-    def _forget_sums(self) -> None:
+    def _forget_sums(self, sums: Sums) -> None:
         """Drop the fp32 sums of this optimizer's gradients."""
-        if self._sums is not None and self._sums.on:
-            self._sums.drop(p for pair in self.parameters() for p in pair)
+        sums.drop(p for pair in self.parameters() for p in pair)
 
     def has_unused_gradients(self) -> bool:
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""

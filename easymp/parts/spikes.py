@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..base.parts import Part
+from ..data.loader import Samples, SampleTracker
 from ..errors import SettingError, StepError, check_whole
 from ..logging import get_logger
 from ..optim.torch_step import parameters_of
 from ..options import check_word
 from ..protocols import Conflict
 from ..trackers.rows import Pending, Row
-from ..training.samples import Samples, SampleTracker
 
 logger = get_logger(__name__)
 GuardPolicy = Literal["skip", "rollback"]

@@ -250,7 +250,8 @@ def broadcast(tensors: Iterable[Tensor], world: World) -> None:
 def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for dense and sparse gradients, whose rows count once."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not any(grad.is_sparse for grad in grads):
+    sparse_grads = [grad for grad in grads if grad.is_sparse]
+    if not sparse_grads:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     total: Tensor = nn.utils.get_total_norm([values(grad) for grad in grads], norm_type)
     multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))

@@ -422,11 +422,10 @@ class AutoStrategy:
             arithmetic = f": {size(whole_bytes)} of whole gradients {fit} beside {size(need.total)} a rank of {limit}"
         choice = plan.accumulation
         if accumulates and strategy.sharded and "gradients" not in choice.reason:
-            how = "stay whole and are reduced at the last"
-            if strategy.reduces_each:
-                how = "are reduced to shards at each"
-            reason = f"{choice.reason}; gradients {how}{arithmetic}"
-            self._run.plan = replace(plan, accumulation=replace(choice, reason=reason))
+            fate = (
+                "are reduced to shards at each" if strategy.reduces_each else "stay whole and are reduced at the last"
+            )
+            self._run.refine("accumulation", f"{choice.reason}; gradients {fate}{arithmetic}")
 
     def need(self, name: str, models: Models, optimizers: Optimizers, options: Any = None, **arguments: Any) -> Memory:
         """What a rank needs for `models` under the strategy of this name, with further `arguments` of `estimate`."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ... import __file__ as easymp_file
+from ...data.loader import Samples, SampleTracker
 from ...parts.ring import Entry, path_of, read
-from ...training.samples import Samples, SampleTracker
 from ...training.search import ModuleSearch
 from ...training.state import accelerators
 from ..harness.rank import Runner, Stop, read_task

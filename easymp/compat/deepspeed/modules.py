@@ -344,9 +344,9 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set the gradient between backward and step. `value` includes the loss scale, where there is one."""
     _fill(gradient_of(param), value)
-    run = _stepped(param)[0]
-    if run is not None:
-        run.watch_gradients()  # a change of ours
+    for acc in accelerators():
+        if id(param) in acc._prepared.stepped_by:
+            acc._gradients.watch()  # a change of ours
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
