@@ -63,6 +63,9 @@ def test_what_scripts_import():
     assert accelerate.__version__ == "1.15.0" and not isinstance(DATA, utils.DeepSpeedPlugin)
     assert not utils.is_deepspeed_available() and not utils.is_npu_available() and utils.is_pytest_available()
     assert utils.is_torch_version(">=", "2.8") and not utils.is_torch_version("<", "2.8")
+    with pytest.raises(ValueError, match="operation='=>' must be one of <, <=, ==, !=, >=, >"):
+        utils.is_torch_version("=>", "2.8")
+    assert utils.slice_tensors(torch.arange(4), slice(1, 3), process_index=0, num_processes=1).tolist() == [1, 2]
     for line, words in (
         ("from easymp.compat.accelerate import Acelerator", "did you mean 'Accelerator'"),
         ("from easymp.compat.accelerate.utils import infer_auto_device_map", r"strategy='fsdp'"),
@@ -98,6 +101,12 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, t
         Accelerator(megatron_lm_plugin=1)
     with pytest.raises(TypeError, match="no argument 'mixed_precison'"):
         Accelerator(mixed_precison="no")
+    windows = utils.GradientAccumulationPlugin(num_steps=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=3 beside a gradient_accumulation_plugin"):
+        Accelerator(gradient_accumulation_steps=3, gradient_accumulation_plugin=windows)
+    config = utils.ProjectConfiguration(project_dir="mine")
+    with Accelerator(project_dir="other", project_config=config, gradient_accumulation_plugin=windows) as acc:
+        assert (acc.project_dir, acc.gradient_accumulation_steps) == ("mine", 2)  # as Accelerate
 
 
 def test_plugins():
@@ -398,8 +407,12 @@ def test_what_prepare_takes():
     other = SimpleNamespace(step=dict, state_dict=dict)  # no LRScheduler
     with Accelerator(cpu=True) as acc:
         model = nn.Linear(2, 1)
-        optimizer, same, none = acc.prepare(torch.optim.SGD(model.parameters(), lr=1.0), other, None)
-        loader = acc.prepare(DataLoader(range(5), batch_size=2))
+        optimizer = acc.prepare_optimizer(optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        same, none = acc.prepare(other, None)
+        assert acc.prepare_scheduler(scheduler=other) is other
+        loader = acc.prepare_data_loader(data_loader=DataLoader(range(5), batch_size=2))
+        with pytest.raises(RefusedError, match="split along dimension 0"):
+            acc.prepare_data_loader(loader, slice_fn_for_dispatch=print)
         assert same is other and none is None and isinstance(loader, DataLoader)
         assert len(pickle.loads(pickle.dumps(loader))) == 3
         assert [(loader.end_of_dataloader, loader.remainder) for _ in loader][1:] == [(False, 1), (True, 1)]

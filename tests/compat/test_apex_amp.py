@@ -168,6 +168,7 @@ def test_the_return_mirrors_what_was_given():
         (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32=1), "must be a boolean"),
         (lambda: initialize(net(), loss_scale="fast"), "must be a positive number, or 'dynamic'"),
         (lambda: initialize(net(), loss_scale=-1), "must be a positive number, or 'dynamic'"),
+        (lambda: initialize(net(), loss_scale=True), "must be a positive number, or 'dynamic'"),
         (lambda: initialize(net(), opt_level="O2", cast_model_type="half"), "cast_model_type='half' is not"),
     ],
 )
@@ -314,6 +315,23 @@ def test_blocks_before_a_step_add_up_and_one_that_fails_is_refused_until_zero_gr
         backward(model(tensor(1.0)).sum(), optimizer)
         optimizer.step()
         assert model.weight.item() == 1 - 0.25 * 8
+
+
+@BOTH
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_block_that_fails_before_its_backward_loses_no_earlier_gradient(level, delay):
+    model, optimizer = one(level)
+    with amp.scale_loss(model(tensor(1.0)).sum(), optimizer, delay_unscale=delay) as scaled:
+        scaled.backward()
+    with pytest.raises(KeyError), amp.scale_loss(model(tensor(2.0)).sum(), optimizer):
+        raise KeyError
+    if delay:  # its gradients are still scaled
+        with pytest.raises(RuntimeError, match="block that failed"):
+            backward(model(tensor(2.0)).sum(), optimizer)
+        return
+    backward(model(tensor(2.0)).sum(), optimizer)
+    optimizer.step()
+    assert model.weight.item() == 1 - 0.25 * 3
 
 
 @BOTH

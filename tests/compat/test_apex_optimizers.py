@@ -231,6 +231,7 @@ def test_masters_by_hand():
     optimizer.step()
     fp16_utils.master_params_to_model_params(params, masters)
     assert all(torch.allclose(p.float(), w, atol=1e-2) for p, w in zip(params, expected))
+    fp16_utils.master_params_to_model_params([], [])  # of a model without parameters
 
 
 def test_networks_in_half():

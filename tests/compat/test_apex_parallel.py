@@ -154,6 +154,7 @@ def over_ranks(rank):
     assert parallel.convert_syncbn_model(model) is model
     class_names = ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
     assert [type(m).__name__ for m in model.modules()] == class_names
+    assert isinstance(model[0], parallel.SyncBatchNorm)
     close(model(x[rank_rows]), exact(x)[rank_rows])
     close(model[2][0].running_mean, exact[2][0].running_mean)
 

@@ -450,6 +450,21 @@ def test_schedules_that_decay_after_a_cycle_and_values_that_are_wrong():
             rates("WarmupLR", 1, **{f"warmup_{name}": value})
 
 
+def test_a_schedule_starts_at_and_jumps_to_an_iteration():
+    values, optimizer, schedule = rates(
+        "WarmupLR", 1, lr=7.0, warmup_max_lr=2.0, warmup_num_steps=4, warmup_type="linear", last_batch_iteration=1
+    )
+    assert values == [7.0, 1.0] and schedule.get_last_lr() == [1.0]  # the first step sets a rate, as in DeepSpeed
+    schedule.step(last_batch_iteration=3)
+    assert (optimizer.param_groups[0]["lr"], schedule.last_batch_iteration) == (1.5, 3)
+    schedule.step(0)
+    assert (optimizer.param_groups[0]["lr"], schedule.last_batch_iteration) == (0.0, 0)
+    _, optimizer, schedule = rates("OneCycle", 1, **CYCLE, cycle_first_step_size=2)
+    schedule.step(batch_iteration=0)
+    assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]] == [(pytest.approx(0.85), 0.99)]
+    assert rates("OneCycle", 1, **CYCLE, **STAIRS)[2].get_mom() is None
+
+
 def saved_and_loaded(folder, stage):
     config = {
         "train_batch_size": 8, "zero_optimization": {"stage": stage},
@@ -495,7 +510,7 @@ def saved_and_loaded(folder, stage):
         engine.save_16bit_model(folder, "model.safetensors")
         assert engine.save_16bit_model(folder)
     if not int(os.environ.get("RANK", 0)):
-        fp32 = zero_to_fp32(folder, "other")
+        fp32 = zero_to_fp32(folder, "other", lazy_mode=True)
         for state in (torch.load(os.path.join(folder, "pytorch_model.bin")), fp32):
             assert list(state) == list(model().state_dict())
             assert all(torch.equal(a, b) for a, b in zip(state.values(), weights))
@@ -580,6 +595,12 @@ def test_its_own_optimizers_and_small_modules():
     optimizer = ops.adam.FusedAdam([p], lr=0.1)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert type(ops.adam.DeepSpeedCPUAdam([p], adamw_mode=False)) is torch.optim.Adam
+    in_order = ops.adam.DeepSpeedCPUAdam([p], 0.1, True, (0.8, 0.9), 1e-6, 0.2, False, False)
+    assert (in_order.defaults["betas"], in_order.defaults["weight_decay"], type(in_order)) == (
+        (0.8, 0.9), 0.2, torch.optim.Adam,
+    )  # fmt: skip
+    assert isinstance(optimizer, ops.adam.FusedAdam) and isinstance(in_order, ops.adam.DeepSpeedCPUAdam)
+    assert not isinstance(torch.optim.SGD([p]), ops.adam.FusedAdam)
     assert ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
     assert deepspeed.runtime.lr_schedules.WarmupLR is deepspeed.WarmupLR
     with pytest.raises(RefusedError, match="bias_correction"):

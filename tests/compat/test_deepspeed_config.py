@@ -249,7 +249,17 @@ def test_names_that_are_not_here_say_what_is(module, name, message):
 
 def test_names_of_the_engine():
     with started({**BATCH, "optimizer": SGD}) as engine:
-        assert {name: getattr(engine, name)() for name in GETTERS}["gradient_clipping"] == 1
+        values = {name: getattr(engine, name)() for name in GETTERS}
+        assert (values["gradient_clipping"], values["initial_dynamic_scale"]) == (1, 2**16)
+        assert engine.get_batch_info() == (4, 4, 1) and values["dataloader_drop_last"] is False
+        assert set(engine.module_state_dict(prefix="net.")) == {f"net.{name}" for name in engine.module.state_dict()}
+        for name in ("allreduce_gradients", "set_train_micro_batch_size"):
+            with pytest.raises(AttributeError, match=f"{name} is not part of easymp.compat: "):
+                getattr(engine, name)
+        with pytest.raises(RefusedError, match="get_fp32_state_dict_from_zero_checkpoint"):
+            engine.load_checkpoint(".", custom_load_fn=print)
+    version = deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
+    assert ".".join(map(str, version)) == deepspeed.__version__
 
 
 @pytest.mark.slow

@@ -427,6 +427,9 @@ def test_rows_of_metrics(tmp_path):
     with pytest.raises(NotImplementedError):
         log.log_hyperparams({})
     board = TensorBoardLogger(tmp_path, "board", prefix="train", sub_dir="rank")
+    board.save()
+    board.finalize("success")
+    assert not Path(tmp_path, "board").exists()  # nothing was logged
     board.log_metrics({"loss": 1.0}, 2)
     board.log_hyperparams({"lr": 0.1, "model": nn.Linear}, {"best": 1.0})
     board.save()

@@ -191,8 +191,13 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
             layer.ignore({"DistributedDataParallelKwargs": "strategy_options say what the strategy does"})
         elif of_ddp is not None:
             options["strategy_options"] = of_ddp
+        if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
+            raise SettingError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps} beside a gradient_accumulation_plugin: "
+                "pass GradientAccumulationPlugin(num_steps=…) alone"
+            )
         project = project_config or ProjectConfiguration()
-        if project_dir is not None:
+        if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
         tracker_names = log_with if isinstance(log_with, (list, tuple)) else [log_with]
         if "tensorboard" in tracker_names and not (project.logging_dir or settings.project_dir):
@@ -282,11 +287,21 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         self._evaluated.append(model)
         return model
 
-    def _prepare_one(self, item: Any, device_placement: bool | None = None) -> Any:
-        """Prepare one object; an optimizer after its models, a scheduler after its optimizer."""
-        return self.prepare(item, device_placement=[device_placement])
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare one loader."""
+        if slice_fn_for_dispatch is not None:
+            raise RefusedError("slice_fn_for_dispatch is not honoured: dispatched batches are split along dimension 0")
+        return self.prepare(data_loader, device_placement=[device_placement])
 
-    prepare_optimizer = prepare_scheduler = prepare_data_loader = _prepare_one
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare one optimizer; after its models."""
+        return self.prepare(optimizer, device_placement=[device_placement])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare one scheduler; after its optimizer."""
+        return self.prepare(scheduler)
 
     # -- the step
 

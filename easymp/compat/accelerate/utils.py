@@ -53,6 +53,11 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     return pytree.concatenate(data, dim)
 
 
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """Slice dimension 0 of every tensor; scalars and other leaves stay."""
+    return pytree.slice_tensors(data, tensor_slice)
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +184,8 @@ _COMPARISONS = {
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether torch's version is ``"<"``, ``">="`` … `version`."""
+    if operation not in _COMPARISONS:
+        raise SettingError(f"operation={operation!r} must be one of {', '.join(_COMPARISONS)}")
     return bool(_COMPARISONS[operation](TorchVersion(torch.__version__.partition("+")[0]), version))
 
 
@@ -233,7 +240,7 @@ _PLUGINS = (
 )
 NAMES: dict[str, Any] = {
     **by_name(broadcast, concatenate, pytree.find_batch_size, pytree.recursively_apply, pytree.send_to_device),
-    **by_name(pytree.slice_tensors, collectives.broadcast_object_list, collectives.gather, collectives.gather_object),
+    **by_name(slice_tensors, collectives.broadcast_object_list, collectives.gather, collectives.gather_object),
     **by_name(collectives.pad_across_processes, collectives.reduce, extract_model_from_parallel, init_empty_weights),
     **by_name(is_compiled_module, is_peft_model, set_module_tensor_to_device, set_seed, tqdm, wait_for_everyone),
     **by_name(clear_device_cache, convert_file_size_to_int, find_executable_batch_size, load, oom.release_memory),

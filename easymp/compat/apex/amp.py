@@ -208,7 +208,7 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
         elif name == "loss_scale":
             number = 0.0
             with suppress(TypeError, ValueError):
-                number = float(value)
+                number = 0.0 if isinstance(value, bool) else float(value)
             if value != "dynamic" and not 0.0 < number < float("inf"):
                 raise ApexError(f"loss_scale={value!r} must be a positive number, or 'dynamic'")
             values[name] = value if value == "dynamic" else number
@@ -287,9 +287,9 @@ class ScaledGradients:
         self._stash: list[tuple[Tensor, Tensor]] = []  # parameters, and divided gradients of the blocks before
         self._foreign: list[Snapshot] = []  # gradients of an unknown scale, until they are cleared
 
-    def parameters(self) -> list[Tensor]:
-        """Those with a gradient."""
-        return [p for p in parameters_of(self._optimizer) if p.grad is not None]
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters that have a gradient, and their gradients."""
+        return [(p, p.grad) for p in parameters_of(self._optimizer) if p.grad is not None]
 
     def begin(self, scaler: LossScaler) -> None:
         """Stash the unscaled gradients before a scaled backward. Gradients scaled by the same `scaler` stay."""
@@ -301,9 +301,9 @@ class ScaledGradients:
                 f"one that unscales, before loss_id={scaler.index} begins"
             )
         self.refuse_foreign()
-        self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        self._stash = self.pairs()
         # Those of the model come from a loss that this optimizer was not given with.
-        for parameter in [*self.masters.parameters, *self.parameters()]:
+        for parameter in [*self.masters.parameters, *(p for p, _ in self._stash)]:
             parameter.grad = None
         self.scaler = scaler
 
@@ -319,6 +319,15 @@ class ScaledGradients:
                 parameter.grad.add_(stashed)
         self._stash, self.scaler = [], None
 
+    def abort(self) -> None:
+        """After a failed block: restore the stash. Gradients that came scaled are refused until they are cleared."""
+        model_gradients = [Snapshot(p) for p in self.masters.parameters if p.grad is not None]
+        self.note_foreign()
+        self._foreign += model_gradients
+        for parameter, stashed in self._stash:
+            parameter.grad = stashed if parameter.grad is None else parameter.grad
+        self._stash, self.scaler = [], None
+
     def clear(self) -> None:
         """Forget all gradients: `zero_grad` cleared them."""
         self._stash, self._foreign, self.scaler = [], [], None
@@ -327,7 +336,7 @@ class ScaledGradients:
     def note_foreign(self, before: Sequence[Snapshot] = ()) -> None:
         """Note gradients that are not those of `before`: they have an unknown scale until they are cleared."""
         own = {snapshot.parameter for snapshot in before if snapshot.unchanged}
-        self._foreign += [Snapshot(p) for p in self.parameters() if p not in own]
+        self._foreign += [Snapshot(p) for p, _ in self.pairs() if p not in own]
 
     def refuse_foreign(self) -> None:
         """Raise ApexError where such gradients were not cleared."""
@@ -360,13 +369,13 @@ class AmpOptimizer:
             return None
         if gradients.scaler is not None:
             raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
-        gradients.refuse_foreign()
         if any(p.grad is not None for p in gradients.masters.parameters):
             raise ApexError(
                 "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with "
                 "amp.scale_loss(loss, optimizers) as scaled_loss:` around every backward, with every optimizer whose "
                 "parameters the loss depends on"
             )
+        gradients.refuse_foreign()
         gradients.masters.follow()  # weights that were loaded into the model since
         with disable_casts():
             result = super().step(*args, **kwargs)  # type: ignore[misc]  # of the optimizer's class, mixed in
@@ -436,15 +445,14 @@ def scale_loss(
         yield loss.float()
         return
     bystanders = [item for item in map(_gradients_of, _amp_state.optimizers) if item not in by_optimizer]
-    snapshots = [[Snapshot(p) for p in gradients.parameters()] for gradients in bystanders]
+    snapshots = [[Snapshot(p) for p, _ in gradients.pairs()] for gradients in bystanders]
     for gradients in by_optimizer:
         gradients.begin(scaler)
     try:
         yield scaler.scaler.scale(loss.float())
     except BaseException:
         for gradients in by_optimizer:
-            gradients.scaler = None
-            gradients.note_foreign()
+            gradients.abort()
         raise
     for gradients, before in zip(bystanders, snapshots):
         gradients.note_foreign(before)
@@ -452,7 +460,7 @@ def scale_loss(
         return
     for gradients in by_optimizer:
         gradients.masters.gather(free=True)
-    scaled = [p.grad for gradients in by_optimizer for p in gradients.parameters() if p.grad is not None]
+    scaled = [gradient for gradients in by_optimizer for _, gradient in gradients.pairs()]
     found_inf = scaler.scaler.divide(scaled, loss.device)
     overflows = scaler.advance(found_inf)
     for gradients in by_optimizer:

@@ -81,7 +81,8 @@ def model_grads_to_master_grads(model_params: Any, master_params: Any, flat_mast
 @torch.no_grad()
 def master_params_to_model_params(model_params: Any, master_params: Any, flat_master: bool = False) -> None:
     """Copy the masters to the model's parameters, rounded."""
-    torch._foreach_copy_(list(model_params), list(master_params))
+    for parameter, master in zip(model_params, master_params):
+        parameter.copy_(master)
 
 
 def to_python_float(t: Any) -> float:

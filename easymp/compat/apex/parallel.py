@@ -61,7 +61,11 @@ def convert_syncbn_model(
     """`module`, in place: every BatchNorm1d, 2d and 3d becomes a `SyncBatchNorm` with its weights and statistics."""
     if channel_last:
         raise RefusedError(f"{channel_last=}: {LAYOUT}")
-    return batchnorm.convert_sync_batchnorm(module, process_group)
+    batchnorm.convert_sync_batchnorm(module, process_group)
+    for part in module.modules():
+        if type(part) is batchnorm.SyncBatchNorm:
+            part.__class__ = SyncBatchNorm
+    return module
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

@@ -114,4 +114,5 @@ MODULES: dict[str, dict[str, Any]] = {
 submodules(__name__, {**MODULES, **REFUSED_MODULES}, layer, "deepspeed")
 DeepSpeedConfigError = SettingError
 __version__ = PACKAGES["deepspeed"][0]  # for scripts that ask
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in PACKAGES["deepspeed"][0].split("."))
 __getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)

@@ -45,6 +45,8 @@ class DeepSpeedConfig:
         self.zero_cpu_offload = self._offloads()
         self.loss_scale = self.value("loss_scale", "fp16")
         self.dynamic_loss_scale = self.loss_scale == 0
+        self.initial_dynamic_scale = 2.0 ** self.value("initial_scale_power", "fp16")
+        self.dataloader_drop_last = bool(self.value("dataloader_drop_last"))
         self.optimizer_name, self.optimizer_params = self._named_section("optimizer")
         self.scheduler_name, self.scheduler_params = self._named_section("scheduler")
         self.fp16_enabled, self.bf16_enabled = (bool(self.value("enabled", name)) for name in ("fp16", "bf16"))
@@ -113,7 +115,7 @@ class DeepSpeedConfig:
         if not self.dynamic_loss_scale:
             return {"init_scale": float(self.loss_scale), "dynamic": False}
         return {
-            "init_scale": 2.0 ** self.value("initial_scale_power", "fp16"),
+            "init_scale": self.initial_dynamic_scale,
             "growth_interval": int(self.value("loss_scale_window", "fp16")),
             "hysteresis": int(self.value("hysteresis", "fp16")) if self.zero_enabled else 1,
             "refill_each_step": self.value("consecutive_hysteresis", "fp16") and self.zero_enabled,

@@ -60,7 +60,7 @@ GETTERS = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print gradient_clipping
     fp16_enabled bfloat16_enabled bf16_enabled loss_scale dynamic_loss_scale zero_optimization zero_optimization_stage
     zero_optimization_partition_gradients zero_cpu_offload optimizer_name optimizer_params scheduler_name
-    scheduler_params""".split()
+    scheduler_params initial_dynamic_scale dataloader_drop_last""".split()
 )
 # Methods of DeepSpeed's engine that are not here, with what to write instead.
 REFUSED = {
@@ -68,7 +68,11 @@ REFUSED = {
     "no_sync": "gradients are summed over gradient_accumulation_steps micro-batches; leave it out",
     "coalesce_grad_reduction": "engine.backward may be called several times before step(); leave it out",
     "set_gradient_accumulation_boundary": "call step() after each micro-batch; the last one updates",
-    "set_train_batch_size": "the configuration says the batch size; make an engine anew for another",
+    **dict.fromkeys(
+        ("set_train_batch_size", "set_train_micro_batch_size"),
+        "the configuration says the batch size; make an engine anew for another",
+    ),
+    "allreduce_gradients": "engine.backward averages the gradients; leave it out",
     "load_module_state_dict": "use engine.module.load_state_dict",
 }
 TESTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")  # DeepSpeed's own list for ZeRO
@@ -272,6 +276,11 @@ class DeepSpeedEngine(nn.Module):
         """Whether this micro-batch is the last one of an update."""
         return self._micro_batches + 1 >= self._config.gradient_accumulation_steps
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of an update, those of a micro-batch on one rank, and micro-batches of an update."""
+        config = self._config
+        return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the weights."""
         return self._step_applied
@@ -319,7 +328,7 @@ class DeepSpeedEngine(nn.Module):
             batch_size=batch_size or config.train_micro_batch_size_per_gpu,
             shuffle=True,
             collate_fn=collate_fn or self._collate,
-            drop_last=config.value("dataloader_drop_last"),
+            drop_last=config.dataloader_drop_last,
         )
         return self.accelerator.prepare(loader)
 
@@ -330,13 +339,16 @@ class DeepSpeedEngine(nn.Module):
 
     # -- weights and checkpoints
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """The module's own state dict."""
-        state = self.module.state_dict()
-        return self._without_frozen(state) if exclude_frozen_parameters else state
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return self._without_frozen(state, prefix) if exclude_frozen_parameters else state
 
-    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+    def _without_frozen(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        frozen = {prefix + name for name, p in self.module.named_parameters() if not p.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
     def save_16bit_model(
@@ -378,8 +390,14 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:  # fmt: skip
         """Load a checkpoint; returns its path and `client_state`, or (None, None) with a warning without ``latest``."""
+        if custom_load_fn is not None:
+            remedy = (
+                "take weights by get_fp32_state_dict_from_zero_checkpoint(load_dir), and call the function yourself"
+            )
+            raise RefusedError(f"load_checkpoint(custom_load_fn=…): {remedy}")
         latest = Path(load_dir, "latest")
         if tag is None and not latest.is_file():
             message = f"Unable to find latest file at {latest}: pass the folder of save_checkpoint, or a tag"

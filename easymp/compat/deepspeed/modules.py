@@ -361,8 +361,16 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
     return Path(checkpoint_dir, Path(checkpoint_dir, "latest").read_text("utf-8").strip() if tag is None else str(tag))
 
 
-def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: Any, tag: str | None = None) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32, frozen ones too."""
+def _refuse_without_frozen(exclude: bool) -> None:
+    if exclude:
+        raise RefusedError("exclude_frozen_parameters=True: a checkpoint has all weights; remove them by their names")
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32; `lazy_mode` has no effect."""
+    _refuse_without_frozen(exclude_frozen_parameters)
     state = read_weights(_folder(checkpoint_dir, tag))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
@@ -375,9 +383,10 @@ def load_state_dict_from_zero_checkpoint(model: Any, checkpoint_dir: Any, tag: s
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Any, output_dir: Any, max_shard_size: str = "5GB", safe_serialization: bool = False,
-    tag: str | None = None,
+    tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
+    _refuse_without_frozen(exclude_frozen_parameters)
     if safe_serialization:
         convert(_folder(checkpoint_dir, tag), output_dir, "fp32", max_shard_size)
     else:

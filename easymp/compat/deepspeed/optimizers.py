@@ -25,6 +25,20 @@ Rates = float | Sequence[float]  # of all param groups, or of each
 class Schedule(LRScheduler):
     """Base of the schedules. Its state is the count alone, so that a resumed run takes other settings."""
 
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates):
+            group.setdefault("initial_lr", rate)
+        super().__init__(optimizer, last_batch_iteration)
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate if last_batch_iteration != -1 else group["lr"]  # a later start waits for its first step
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to `last_batch_iteration`."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        super().step()
+
     @property
     def last_batch_iteration(self) -> int:
         """Steps so far, less one."""
@@ -142,13 +156,20 @@ class OneCycle(Schedule):
         self.max_moms = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
         super().__init__(optimizer, last_batch_iteration)
 
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to `batch_iteration`."""
+        super().step(batch_iteration)
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
+            group["betas"] = betas
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each param group; None where no momentum is cycled."""
+        if not self.cycle_momentum:
+            return None
         height, decay = self._position()
         height = 1.0 if self.last_epoch == 0 else height  # at the smallest momentum, as in DeepSpeed
-        momenta = zip(self.optimizer.param_groups, self.min_moms, self.max_moms)
-        for group, low, high in momenta if self.cycle_momentum else ():
-            group["betas"] = (high - (high - low) * height) * (1 + self.decay_mom_rate * decay), 0.99
+        momenta = [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
+        return [(momentum * (1 + self.decay_mom_rate * decay), 0.99) for momentum in momenta]
 
     def get_lr(self) -> list[Any]:
         height, decay = self._position()
@@ -229,15 +250,31 @@ def _refuse_unknown(params: Iterable[str], names: list[str], kind: str) -> None:
             raise SettingError(f"{kind} has no parameter {name!r}{hint} It takes: {', '.join(names)}")
 
 
-class FusedAdam:
+class _AnyAdam(type):
+    """Metaclass: what the classes below make are torch's Adams, which count as instances."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.optim.Adam)
+
+
+class FusedAdam(metaclass=_AnyAdam):
     """Makes torch's AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
-    def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> Any:
-        return optimizer("Adam", {"lr": lr, **options}, params)
+    def __new__(
+        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> Any:  # fmt: skip
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return optimizer("Adam", {**options, "bias_correction": bias_correction, "adam_w_mode": adam_w_mode}, params)
 
 
-class DeepSpeedCPUAdam:
-    """`FusedAdam` with another name of the mode."""
+class DeepSpeedCPUAdam(metaclass=_AnyAdam):
+    """`FusedAdam` with other names and another order of the arguments."""
 
-    def __new__(cls, model_params: Any, lr: float = 1e-3, adamw_mode: bool = True, **options: Any) -> Any:
-        return optimizer("Adam", {"lr": lr, "adam_w_mode": adamw_mode, **options}, model_params)
+    def __new__(
+        cls, model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
+        adamw_mode: bool = True, fp32_optimizer_states: bool = True,
+    ) -> Any:  # fmt: skip
+        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

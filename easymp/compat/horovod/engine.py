@@ -158,17 +158,17 @@ class Collectives:
         self._rank = list(ranks).index(rank)
 
     def execute(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """New tensors with the results of a batch of `fusion_batches`; callers may change them in place."""
+        """Results of a batch of `fusion_batches`, which share no memory with `tensors`; those of several are views."""
         if len(tensors) == 1:
             return [getattr(self, orders[0].request.kind)(orders[0], tensors[0])]
-        flat = self.allreduce(orders[0], torch.cat([tensor.reshape(-1) for tensor in tensors]))
-        # Clones, so that a small result does not hold the memory of all.
-        return [result.clone() for result in _unflatten_dense_tensors(flat, tensors)]
+        flat = self.allreduce(orders[0], torch.cat([tensor.reshape(-1) for tensor in tensors]), copy=False)
+        return list(_unflatten_dense_tensors(flat, tensors))
 
-    def allreduce(self, order: Order, tensor: Tensor) -> Tensor:
+    def allreduce(self, order: Order, tensor: Tensor, copy: bool = True) -> Tensor:
         request, dtype = order.request, tensor.dtype
         movable = dtype if dtype in MOVABLE else torch.float32 if dtype.is_floating_point else torch.int64
-        result = _scaled(tensor.contiguous().to(movable, copy=True), request.prescale)
+        contiguous = tensor.to(movable, copy=copy, memory_format=torch.contiguous_format)
+        result = _scaled(contiguous, request.prescale)
         if request.op == "Adasum":
             result = adasum(self._all_gather(result))
         elif self.group is not None:
@@ -413,9 +413,13 @@ class Engine:
             event.wait()
         outputs = list(self._collectives[tuple(batch[0].request.ranks)].execute(batch, tensors))
         for i, (pending, output) in enumerate(zip(pendings, outputs)):
-            if pending is not None and pending.target is not None and output is not None:
+            if pending is None or output is None:
+                continue
+            if pending.target is not None:
                 outputs[i] = pending.target
                 pending.target.detach().copy_(output)
+            elif len(batch) > 1:  # a small result must not hold the memory of all
+                outputs[i] = output.clone()
         if events and self._threads:
             torch.cuda.current_stream().synchronize()
         return outputs

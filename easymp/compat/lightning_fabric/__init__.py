@@ -158,13 +158,15 @@ class TensorBoardLogger(Logger):
         plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
         self.experiment.add_hparams(plain, dict(self._default_metrics if metrics is None else metrics), run_name=".")
 
-    @rank_zero_only
     def save(self) -> None:
-        self.experiment.flush()
+        """Write what was logged."""
+        if self._experiment is not None:
+            self._experiment.flush()
 
-    @rank_zero_only
     def finalize(self, status: str) -> None:
-        self.experiment.close()
+        """Write what was logged, and close the files."""
+        if self._experiment is not None:
+            self._experiment.close()
 
 
 RANK_ZERO = {
