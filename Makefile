@@ -16,7 +16,7 @@ STAMP := .venv/.installed
 DOCS := .venv-docs
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow wheel-test docs pictures dist sbom lock bench gpu clean
+.PHONY: setup demo test test-slow peers wheel-test docs pictures dist sbom lock bench gpu clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,11 @@ test: setup
 test-slow: setup
 	$(PIP_INSTALL) --group pages
 	$(PYTEST) -m slow -n $(WORKERS) --dist worksteal || test $$? -eq 5
+
+# Random scripts under the layers of easymp.compat and under the libraries that they stand for.
+peers: setup
+	$(PIP_INSTALL) --group peers
+	$(BIN)/python -m tests.compat.random_scripts
 
 # The wheel, alone in an empty environment.
 wheel-test:

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 import easymp
-import easymp.compat
 import easymp.nn
 import easymp.optim
 from easymp import errors
@@ -66,7 +65,6 @@ def public() -> dict[str, Public]:
     found: dict[str, Public] = {}
     places: list[tuple[str, Any]] = [(name, getattr(easymp, name)) for name in easymp.__all__]
     places += [(f"optim.{name}", getattr(easymp.optim, name)) for name in OPTIM]
-    places.append(("compat.explain", easymp.compat.explain))
     places += [(f"nn.{name}", getattr(easymp.nn, name)) for name in easymp.nn.__all__]
     memory = ("Memory", "estimate", "fits")
     places += [(f"memory.{name}", getattr(easymp.memory, name)) for name in memory]
@@ -200,7 +198,6 @@ def namespace(example: doctest.DocTest) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name, item in public().items() if ">>> " in item.text])
 def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("easymp.compat.layer.LAYERS", [])
     example = doctest.DocTestParser().get_doctest(public()[name].text, {}, name, None, 0)
     said: list[str] = []
     say: Callable[[str], Any] = said.append

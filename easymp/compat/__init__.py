@@ -11,8 +11,8 @@
 
 `install` gives a process easymp under the name ``accelerate``, for libraries such as transformers that import it.
 
-Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns of
-options without effect, and `explain` prints them, and the lines of easymp that do the same as the layer.
+Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. One warning names all
+options without effect.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
     from .alias import install as install
-    from .layer import explain as explain
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"alias": ("install",), "layer": ("explain",)})
+MOVED = {"explain": "warnings name the options without effect, and the pages of migrating easymp's own lines"}
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"alias": ("install",)}, elsewhere=MOVED)

@@ -1,7 +1,6 @@
 """Messages and module addresses that the layers share.
 
-A layer warns of options without effect, records the native lines for the features that a script uses, and says what
-replaces absent names. `explain` prints the records on request.
+A layer warns of options without effect, and says what replaces absent names.
 """
 
 from __future__ import annotations
@@ -23,46 +22,24 @@ from ..errors import EasympWarning, nearest
 from ..protocols import Source
 from ..settings import Settings
 
-LAYERS: list[Layer] = []
-
 
 class Layer:
     """Messages of the layer that stands for the library `name`, such as ``"Apex"``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ignored: dict[str, str] = {}  # option → why it has no effect, or what to do instead
-        self.native: dict[str, str] = {}  # feature in use → lines of easymp that do the same
         self.refused_modules: dict[str, str] = {}  # module of the original → what to use instead
-        LAYERS.append(self)
 
     def ignore(self, reasons: Mapping[str, str]) -> None:
-        """Note options without effect, with the reasons, and warn of all in one warning."""
+        """Warn of options without effect, with the reasons, in one warning."""
         if not reasons:
             return
-        self.ignored.update(reasons)
         options = "; ".join(f"{option} ({reason})" for option, reason in reasons.items())
-        text = f"{self.name}: without effect here: {options}. easymp.compat.explain() says more"
-        warnings.warn(text, EasympWarning, stacklevel=3)
-
-    def use(self, feature: str, lines: str) -> None:
-        """Record that `feature` is used, and the `lines` that do the same in a script for easymp itself."""
-        self.native[feature] = lines
+        warnings.warn(f"{self.name}: without effect here: {options}", EasympWarning, stacklevel=3)
 
     def absent(self, module: str, instead: Mapping[str, str], public: Callable[[], Sequence[str]]) -> AbsentNames:
         """A ``__getattr__`` for `module`: explains names of the original module that are not among `public`."""
         return AbsentNames(self, module, instead, public)
-
-    def explain(self) -> str:
-        """Native lines, and options without effect; "" for a layer that is not in use."""
-        if not (self.native or self.ignored):
-            return ""
-        lines = [f"# {self.name} → easymp", "from easymp import Accelerator"]
-        for feature, code in self.native.items():
-            lines += ["", f"# {feature}", code.strip()]
-        if self.ignored:
-            lines += ["", *(f"# without effect: {option} ({reason})" for option, reason in self.ignored.items())]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -85,23 +62,6 @@ class AbsentNames:
         replacement = self.instead.get(name) or self.layer.refused_modules.get(address)
         hint = f": {replacement}" if replacement else nearest(name, names) or f". Here are {', '.join(names)}"
         raise ImportError(f"{address} is not part of easymp.compat{hint}")
-
-
-def explain() -> str:
-    """Show what the layers ignored, and the lines of easymp that replace them. It is printed and returned.
-
-    Returns:
-        The text.
-
-    Example:
-        >>> from easymp.compat import explain
-        >>> from easymp.compat.torch_cuda.amp import autocast
-        >>> text = explain()
-        no layer of easymp.compat is in use
-    """
-    text = "\n\n".join(filter(None, (layer.explain() for layer in LAYERS))) or "no layer of easymp.compat is in use"
-    print(text)  # noqa: T201
-    return text
 
 
 class RefusedModules(MetaPathFinder):

@@ -16,15 +16,6 @@ from .layer import Layer, by_name, submodules
 
 __all__ = ["amp"]  # noqa: F822 (made below)
 
-NATIVE = """
-acc = Accelerator(mixed_precision="fp16")  # or "auto"
-model, optimizer, loader = acc.prepare(model, optimizer, loader)
-loss = loss_fn(model(x), y)  # autocast is the prepared model's
-acc.backward(loss)           # scaler.scale(loss).backward()
-acc.clip_grad_norm_(model.parameters(), 1.0)  # scaler.unscale_(optimizer), and clip
-optimizer.step()             # scaler.step(optimizer); scaler.update()
-"""
-
 layer = Layer("torch.cuda.amp")
 ELSEWHERE = dict.fromkeys(dir(torch.cuda), "all but amp is torch's own: import it from torch.cuda")
 __getattr__ = layer.absent("torch.cuda", ELSEWHERE, lambda: __all__)
@@ -40,7 +31,6 @@ class autocast(torch.autocast):
     """`torch.autocast` on the device that is here; a context manager and a decorator."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
-        layer.use("autocast and GradScaler", NATIVE)
         super().__init__(device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
@@ -51,7 +41,6 @@ class GradScaler(torch.amp.GradScaler):
         self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5,
         growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
-        layer.use("autocast and GradScaler", NATIVE)
         super().__init__(device_type(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
 

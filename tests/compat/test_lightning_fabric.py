@@ -38,8 +38,6 @@ def _variables(monkeypatch):
     for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
-    yield
-    L.layer.native.clear()
 
 
 @pytest.fixture

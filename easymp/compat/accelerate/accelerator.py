@@ -58,10 +58,6 @@ from .utils import extract_model_from_parallel
 logger = get_logger(__name__)
 ALONE = "a parameter of no prepared model"
 PREPARED_TYPES = (nn.Module, Optimizer, DataLoader, SkippedLoader, LRScheduler, PreparedScheduler, type(None))
-NATIVE = """
-acc = Accelerator(mixed_precision={!r}, gradient_accumulation_steps={}, log_with={!r})
-# schedulers step once an update, and not once a process
-"""
 
 
 class CheckpointValueError(CheckpointError, ValueError):
@@ -220,8 +216,6 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         self.device_placement = device_placement
         self._evaluated: list[nn.Module] = []  # models of prepare_model(evaluation_mode=True)
         self._save_calls = SaveCalls(self._world)
-        native = NATIVE.format(self.mixed_precision, self._window.accumulation, log_with or "none")
-        layer.use("Accelerator()", native)
 
     def _change_preparing(self, options: PrepareOptions) -> PrepareOptions:
         steps = 1 if self._loading.split_batches else self._world.size
@@ -359,6 +353,11 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     clear = free_memory
 
     unwrap_model = staticmethod(extract_model_from_parallel)  # type: ignore[assignment]  # any module
+
+    def gather(self, tensor: Any) -> Any:
+        """As `easymp.Accelerator.gather`; on one process tensors stay as they are, numbers too."""
+        gathered = super().gather(tensor)
+        return tensor if self.num_processes == 1 else gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `easymp.Accelerator.gather_for_metrics`.

@@ -101,9 +101,6 @@ class FullyShardedDataParallelPlugin:
         self.activation_checkpointing = bool(values.get("activation_checkpointing"))
         self.fsdp_version = 2
         self.state_dict_type = arguments.get("state_dict_type", "SHARDED_STATE_DICT")
-        recompute = ", activation_checkpointing=True" if self.activation_checkpointing else ""
-        native = f"acc = Accelerator(strategy={self.strategy!r}, strategy_options={self.options!r}{recompute})"
-        layer.use("FullyShardedDataParallelPlugin(…)", native)
 
 
 def _sharding(strategy: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:

@@ -6,7 +6,7 @@ import copyreg
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
+from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -31,16 +31,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _by_value(name: str, *values: str) -> Any:
-    return StrEnum(name, {value.upper(): value for value in values}, module=__name__)
+class Word(str, Enum):  # noqa: UP042 (str() of a StrEnum is its value)
+    """Base of an enum whose members are strings, with Accelerate's ``str()``: ``"DistributedType.NO"``."""
+
+
+def _by_value(base: Any, name: str, *values: str) -> Any:
+    return base(name, {value.upper(): value for value in values}, module=__name__)
 
 
 _TYPES = (
     "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON DEEPSPEED FSDP "
     "XLA MEGATRON_LM"
 )
-DistributedType: Any = _by_value("DistributedType", *_TYPES.split())
-PrecisionType: Any = _by_value("PrecisionType", "no", "fp8", "fp16", "bf16")
+DistributedType: Any = _by_value(Word, "DistributedType", *_TYPES.split())
+PrecisionType: Any = _by_value(StrEnum, "PrecisionType", "no", "fp8", "fp16", "bf16")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return pytree.recursively_apply(in_place, tensor, error_on_other_type=True)
 
 
+def gather(tensor: Any) -> Any:
+    """As easymp's; on one process tensors stay as they are, numbers too."""
+    gathered = collectives.gather(tensor)
+    return tensor if PartialState().num_processes == 1 else gathered
+
+
 def concatenate(data: Any, dim: int = 0) -> Any:
     """As easymp's; several values that are not tensors cannot be joined."""
     if len(data) > 1 and not all(isinstance(leaf, torch.Tensor) for leaf in pytree.leaves(data[0])):
@@ -240,7 +246,7 @@ _PLUGINS = (
 )
 NAMES: dict[str, Any] = {
     **by_name(broadcast, concatenate, pytree.find_batch_size, pytree.recursively_apply, pytree.send_to_device),
-    **by_name(slice_tensors, collectives.broadcast_object_list, collectives.gather, collectives.gather_object),
+    **by_name(slice_tensors, collectives.broadcast_object_list, gather, collectives.gather_object),
     **by_name(collectives.pad_across_processes, collectives.reduce, extract_model_from_parallel, init_empty_weights),
     **by_name(is_compiled_module, is_peft_model, set_module_tensor_to_device, set_seed, tqdm, wait_for_everyone),
     **by_name(clear_device_cache, convert_file_size_to_int, find_executable_batch_size, load, oom.release_memory),

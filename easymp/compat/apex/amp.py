@@ -470,14 +470,6 @@ def scale_loss(
 
 # -- initialize -------------------------------------------------------------------------------------------------------
 
-NATIVE = """
-acc = Accelerator(mixed_precision="{level}")
-model, optimizer, loader = acc.prepare(model, optimizer, loader)
-acc.backward(loss)  # with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()
-acc.clip_grad_norm_(model.parameters(), 1.0)  # clip_grad_norm_(amp.master_params(optimizer), 1.0)
-optimizer.step()
-"""
-
 
 def initialize(
     models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1",
@@ -512,7 +504,6 @@ def initialize(
             raise ApexError(f"{subject}, past which no step can be skipped: call amp.initialize first")
     scalers = [LossScaler(properties.loss_scale, min_loss_scale, max_loss_scale, i) for i in range(num_losses)]
     _handle._deactivate()
-    layer.use("amp", NATIVE.format(level=opt_level))
     _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.verbosity = properties, scalers, verbosity
     maybe_print(f"Selected optimization level {opt_level}, whose properties are:", True)
     for name in PROPERTIES:

@@ -115,12 +115,9 @@ class _ApexOptimizer(OwnOptimizer):
                 p.detach().copy_(master)
                 self._written_versions[p] = p._version
 
-    def _begin(self, name: str, set_grad_none: bool, amsgrad: bool = False) -> None:
-        kind = type(self).__name__
+    def _begin(self, set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
-            raise ApexError(f"{kind} does not support the AMSGrad variant: leave out amsgrad=True")
-        home = "easymp" if self.torch_class is None else "torch"
-        layer.use(f"optimizers.{kind}", f"optimizer = {home}.optim.{name}(model.parameters(), …)")
+            raise ApexError(f"{type(self).__name__} does not support the AMSGrad variant: leave out amsgrad=True")
         self._set_grad_none, self._written_versions = set_grad_none, {}
 
 
@@ -136,7 +133,7 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
         weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
         master_weights: bool = False,
     ) -> None:  # fmt: skip
-        self._begin("AdamW", set_grad_none, amsgrad)
+        self._begin(set_grad_none, amsgrad)
         self._keeps_masters, self._unscales_in_memory = master_weights, capturable
         super().__init__(params, lr, betas, eps, weight_decay)
         for group in (self.defaults, *self.param_groups):
@@ -160,7 +157,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
         weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
         materialize_master_grads: bool = True, set_grad_none: bool = False,
     ) -> None:  # fmt: skip
-        self._begin("SGD", set_grad_none)
+        self._begin(set_grad_none)
         if not materialize_master_grads:
             layer.ignore({"materialize_master_grads": "masters have gradients, by which they can be clipped"})
         self._decoupled_decay = wd_after_momentum
@@ -181,7 +178,7 @@ class FusedAdagrad(_ApexOptimizer, torch.optim.Adagrad):
         self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         set_grad_none: bool = True, adagrad_w_mode: bool = False,
     ) -> None:  # fmt: skip
-        self._begin("Adagrad", set_grad_none)
+        self._begin(set_grad_none)
         self._decoupled_decay = adagrad_w_mode
         super().__init__(params, lr, 0.0, weight_decay, 0.0, eps)
 
@@ -195,7 +192,7 @@ class FusedLAMB(_ApexOptimizer, LAMB):
         adam_w_mode: bool = True, grad_averaging: bool = True, set_grad_none: bool = True, max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:  # fmt: skip
-        self._begin("LAMB", set_grad_none, amsgrad)
+        self._begin(set_grad_none, amsgrad)
         super().__init__(
             params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode=adam_w_mode,
             grad_averaging=grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
@@ -229,7 +226,7 @@ class FusedNovoGrad(_ApexOptimizer, NovoGrad):
         reg_inside_moment: bool = False, grad_averaging: bool = True, norm_type: float = 2, init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:  # fmt: skip
-        self._begin("NovoGrad", set_grad_none, amsgrad)
+        self._begin(set_grad_none, amsgrad)
         super().__init__(
             params, lr, bias_correction, betas, eps, weight_decay, reg_inside_moment=reg_inside_moment,
             grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero,

@@ -79,11 +79,6 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     return group
 
 
-NATIVE = """
-acc = Accelerator(strategy="ddp")  # DistributedDataParallelKwargs(comm_hook="fp32") is allreduce_always_fp32
-model, optimizer, loader = acc.prepare(model, optimizer, loader)
-with acc.no_sync(model): ...  # disable_allreduce
-"""
 WITHOUT_EFFECT = {
     "allreduce_trigger_params": "buckets are filled in the order in which gradients come",
     "num_allreduce_streams": "torch chooses the streams",
@@ -115,7 +110,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")
         options = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
         layer.ignore({name: reason for (name, reason), value in zip(WITHOUT_EFFECT.items(), options) if value})
-        layer.use("parallel.DistributedDataParallel", NATIVE)
         bucket = 2**20 if delay_allreduce else message_size * 4 / 2**20  # MB: one bucket, or elements of 4 bytes
         with warnings.catch_warnings():
             # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.

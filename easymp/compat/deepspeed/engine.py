@@ -31,7 +31,7 @@ from ...settings import Settings
 from ...training.state import current_world
 from ..layer import saving_between_micro_batches
 from . import optimizers
-from .config import DeepSpeedConfig, layer
+from .config import DeepSpeedConfig
 from .modules import gradient_of, hide_gradients, mark_sharded, reveal_gradients
 
 logger = get_logger(__name__)
@@ -44,17 +44,6 @@ STRATEGIES: dict[int, tuple[str, dict[str, Any] | None]] = {
     2: ("zero1", {"shard_gradients": True}),
     3: ("fsdp", None),
 }
-NATIVE = """
-acc = Accelerator(mixed_precision={0.precision!r}, strategy={1!r}, gradient_accumulation_steps={3})
-model, optimizer, loader = acc.prepare(model, optimizer, loader)
-for inputs, targets in loader:
-    with acc.accumulate(model):
-        acc.backward(loss_fn(model(inputs), targets))  # engine.backward
-        acc.clip_grad_norm_(model.parameters(), {2})   # gradient_clipping
-        optimizer.step()                               # engine.step
-        optimizer.zero_grad()
-acc.save_state()                                       # engine.save_checkpoint
-"""
 # Methods that return the attribute of this name of the configuration.
 GETTERS = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print gradient_clipping
@@ -137,8 +126,6 @@ class DeepSpeedEngine(nn.Module):
         self.accelerator = acc = _accelerator(config)
         self.device, self.world_size = acc.device, acc.num_processes
         self.global_rank, self.local_rank = acc.process_index, acc.local_process_index
-        choices = acc.plan.strategy.value, config.gradient_clipping or None, config.gradient_accumulation_steps
-        layer.use("initialize, backward and step", NATIVE.format(config, *choices))
         parameters = model.parameters() if parameters is None else parameters
         if optimizer is None and config.optimizer_name is not None:
             optimizer = optimizers.optimizer(config.optimizer_name, config.optimizer_params, parameters)

@@ -29,12 +29,6 @@ __all__ = [
 ]
 T = TypeVar("T")
 layer = Layer("Horovod")
-NATIVE = """
-acc = Accelerator(strategy="ddp")  # hvd.init, broadcast_parameters, DistributedOptimizer
-model, optimizer, loader = acc.prepare(model, optimizer, loader)
-acc.backward(loss); optimizer.step(); optimizer.zero_grad()
-mean = acc.mean(value)  # hvd.allreduce(value)
-"""
 PATIENCE = 5.0  # seconds that rank 0 waits for the others before it leaves
 NO_MPI = "Horovod has not been built with MPI support"
 
@@ -131,7 +125,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             "Leave comm out, and pass subsets of the ranks as process_sets=[hvd.ProcessSet([…])]"
         )
     if _run is None:
-        layer.use("init, DistributedOptimizer, allreduce", NATIVE)
         world = World(ranks, device_of(ranks), timeout)
         global_process_set.ranks = list(range(world.size))
         _run = Run(world, Engine(world), os.getpid(), {0: global_process_set})

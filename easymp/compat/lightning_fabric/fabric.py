@@ -42,18 +42,12 @@ from .strategies import (
     Strategy,
     count_processes,
     is_cpu,
-    layer,
     lookup,
     read_strategy,
 )
 
+UNSPREAD = ("auto", "single", "data_parallel")  # strategies of which one process joins no group
 SEED, SEED_WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"  # Lightning's variables
-NATIVE = """
-acc = Accelerator(mixed_precision={precision!r}, strategy={strategy!r})  # Fabric(…); easymp.launch(n) for launch()
-model, optimizer, loader = acc.prepare(model, optimizer, loader)  # setup, setup_dataloaders
-acc.backward(loss)
-acc.save_state(path)  # save(path, state); load_state(path)
-"""
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -246,7 +240,6 @@ class Fabric(Checkpoints):
                 raise StepError(f"devices={self._devices} in one process: {remedy}")
             strategy = self.strategy if distributed else Strategy("auto")
             precision = unless_set(resolve(), "mixed_precision", self._precision, "no")
-            layer.use("Fabric", NATIVE.format(precision=precision, strategy=strategy.strategy))
             self._accelerator = _Accelerator(
                 mixed_precision=precision,
                 strategy=None if strategy.strategy == "auto" else strategy.strategy,  # type: ignore[arg-type]
@@ -411,13 +404,13 @@ class Fabric(Checkpoints):
         return objects[0]
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Each tensor or number of `data` from all ranks, in a new first dimension; of one process as it is."""
+        """Each tensor or number of `data` from all ranks, in a new first dimension; as it is under no strategy."""
         if group is not None:
             raise RefusedError("all_gather: group is not honoured: all ranks take part")
 
         def gather(leaf: Tensor) -> Tensor:
             if self.world_size == 1:
-                return leaf
+                return leaf if self.strategy.strategy in UNSPREAD else leaf[None]
             if not sync_grads:
                 return self.easymp.gather(leaf.detach()[None])
             from torch.distributed import _functional_collectives as collectives  # here: it takes 25 ms
@@ -464,8 +457,8 @@ class Fabric(Checkpoints):
 
     @property
     def logger(self) -> Any:
-        """The first logger."""
-        return next(iter(self.loggers), None)
+        """The first logger; an IndexError without one, as in Fabric."""
+        return self.loggers[0]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         self.log_dict({name: value}, step)
