@@ -20,7 +20,7 @@ from ..base.accumulation import UpdateWindow
 from ..distributed import Ranks
 from ..errors import EasympWarning, nearest
 from ..protocols import Source
-from ..settings import Settings
+from ..settings import Settings, resolve
 
 
 class Layer:
@@ -124,6 +124,12 @@ def saving_between_micro_batches(window: UpdateWindow) -> Iterator[None]:
 def unless_set(settings: Settings, name: str, argument: Any, default: str) -> Any:
     """The value of an argument: `default` where neither the script nor the environment nor a file names one."""
     return default if argument is None and settings.source(name)[0] is Source.DEFAULT else argument
+
+
+def plain_steps_on_cpu(settings: Settings, cpu: bool) -> Settings:
+    """Settings under which optimizers step on CPUs as the peers leave them: torch's fused steps round otherwise."""
+    on_cpu = cpu or torch.accelerator.current_accelerator(check_available=True) is None
+    return resolve(settings, fused=False) if on_cpu and settings.source("fused")[0] is Source.DEFAULT else settings
 
 
 def device_of(ranks: Ranks) -> torch.device:

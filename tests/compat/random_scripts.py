@@ -24,6 +24,7 @@ from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,12 +33,21 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"accelerate": "accelerate", "lightning_fabric": "lightning-fabric", "torch_cuda": "torch-cuda-amp"}
-# Peer → what differs: the label of a value, or of the last one before an error → words on docs/migrating/PAGE.md.
-ROWS: dict[str, dict[str, str]] = {
-    "accelerate": {"module reduce": "`reduce` honours its `scale`"},
-    "lightning_fabric": {},
-    "torch_cuda": {},
-}
+
+
+class Row(NamedTuple):
+    """A difference that a page tells."""
+
+    peer: str
+    labels: str  # of values that differ, or of the next value where only one side raises an error
+    script: str  # a pattern that is in such a script
+    words: str  # on docs/migrating/PAGE.md
+
+
+ROWS = [
+    Row("accelerate", "module reduce", "", "`reduce` honours its `scale`"),
+    Row("accelerate", "predictions, metrics", "BatchSampler.*True", "keeps all samples of the last batch"),
+]
 
 # random_scripts.txt has rules by name, with an alternative at each "-". A line "@rule" stands for one alternative of a
 # rule, "@rule*3" for up to three different ones, and [[a|b]] for one of its words.
@@ -165,11 +175,11 @@ def run_script(script: str, names: dict[str, object], folder: str) -> dict[str, 
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(variable, None)
     torch.manual_seed(0)
-    own = {"note": lambda label, value: notes.append([label, plain(value)]), "folder": folder}
+    variables = {"note": lambda label, value: notes.append([label, plain(value)]), "folder": folder}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            exec(script, {**names, **own, "world": int(os.environ.get("WORLD_SIZE", 1))})
+            exec(script, {**names, **variables, "world": int(os.environ.get("WORLD_SIZE", 1))})
         except Exception as raised:
             error = [[kind.__name__ for kind in type(raised).__mro__], f"{type(raised).__name__}: {raised}"]
     texts = [str(item.message) for item in caught if item.category.__name__ == "EasympWarning"]
@@ -209,7 +219,7 @@ def results_of(package: str, scripts: list[str], processes: int, file: Path) -> 
     """The results of each script by rank."""
     file.write_text(json.dumps(scripts))
     outputs = [Path(f"{file}.{package}.{rank}") for rank in range(processes)]
-    lost = {"notes": [], "error": [[], "its processes ended or hung"], "warnings": []}
+    no_result = {"notes": [], "error": [[], "its processes ended or hung"], "warnings": []}
     done = 0
     while done < len(scripts):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -218,9 +228,9 @@ def results_of(package: str, scripts: list[str], processes: int, file: Path) -> 
         command = [sys.executable, "-m", __spec__.name, "--work", package, str(file), str(done)]
         workers = []
         for rank in range(processes):
-            own = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+            rank_variables = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "EASYMP_TIMEOUT": "10"}
-            environment |= own if processes > 1 else {}
+            environment |= rank_variables if processes > 1 else {}
             log = open(f"{file}.{package}.{rank}.log", "a")  # noqa: SIM115
             workers.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         for worker in workers:
@@ -231,7 +241,7 @@ def results_of(package: str, scripts: list[str], processes: int, file: Path) -> 
         done = max(map(len, lines))
         for output, own_lines in zip(outputs, lines):
             output.write_text(
-                "".join(f"{line}\n" for line in [*own_lines, *[json.dumps(lost)] * (done - len(own_lines))])
+                "".join(f"{line}\n" for line in [*own_lines, *[json.dumps(no_result)] * (done - len(own_lines))])
             )
     by_rank = [[json.loads(line) for line in output.read_text().splitlines()] for output in outputs]
     return [list(ranks) for ranks in zip(*by_rank)]
@@ -248,27 +258,30 @@ def close(a: object, b: object) -> bool:
     return bool(a == b)
 
 
-def compare(theirs: dict[str, object], ours: dict[str, object], rows: dict[str, str]) -> tuple[str, str]:
+def compare(peer: str, script: str, peer_result: dict[str, object], layer_result: dict[str, object]) -> tuple[str, str]:
     """Kind of a difference ("same", "error", "warning", "row" or "WRONG"), and what differs."""
-    pairs = list(zip(theirs["notes"], ours["notes"]))
+    pairs = list(zip(peer_result["notes"], layer_result["notes"]))
     k = next((i for i, pair in enumerate(pairs) if not close(*pair)), len(pairs))
-    before = f"after {theirs['notes'][k - 1][0]!r}" if k else "at first"
+    before = f"after {peer_result['notes'][k - 1][0]!r}" if k else "at first"
     if k < len(pairs):
-        label, text = ours["notes"][k][0], f"{theirs['notes'][k]} is {ours['notes'][k]}"
-    elif len(theirs["notes"]) == len(ours["notes"]):
-        if (theirs["error"] is None) == (ours["error"] is None):
+        label, text = layer_result["notes"][k][0], f"{peer_result['notes'][k]} is {layer_result['notes'][k]}"
+    elif len(peer_result["notes"]) == len(layer_result["notes"]):
+        if (peer_result["error"] is None) == (layer_result["error"] is None):
             return "same", ""
-        label, text = before, f"{theirs['error'] or 'no error'} is {ours['error'] or 'no error'}"
-    elif len(theirs["notes"]) > k:
-        label, text = theirs["notes"][k][0], f"{before} {ours['error']}, not {theirs['notes'][k]}"
+        label, text = before, f"{peer_result['error'] or 'no error'} is {layer_result['error'] or 'no error'}"
+    elif len(peer_result["notes"]) > k:
+        label, text = peer_result["notes"][k][0], f"{before} {layer_result['error']}, not {peer_result['notes'][k]}"
     else:
-        label, text = ours["notes"][k][0], f"{before} no {theirs['error']}"
-    if ours["error"] and len(ours["notes"]) == k and "EasympError" in ours["error"][0]:
-        return "error", f"{label}: {ours['error'][1]}"
-    if label in rows:
-        return "row", label
-    warned = any(label in warning for warning in ours["warnings"])
-    return ("warning" if warned else "WRONG"), f"{label}: {text} {ours['warnings']}"
+        label, text = layer_result["notes"][k][0], f"{before} no {peer_result['error']}"
+    if layer_result["error"] and len(layer_result["notes"]) == k and "EasympError" in layer_result["error"][0]:
+        return "error", f"{label}: {layer_result['error'][1]}"
+    rows = [
+        row for row in ROWS if row.peer == peer and label in row.labels.split(", ") and re.search(row.script, script)
+    ]
+    if rows:
+        return "row", rows[0].words
+    warned = any(label in warning for warning in layer_result["warnings"])
+    return ("warning" if warned else "WRONG"), f"{label}: {text} {layer_result['warnings']}"
 
 
 def compare_all(peer: str, count: int, processes: int, seed: int, folder: Path) -> list[tuple[str, str, str]]:
@@ -276,18 +289,20 @@ def compare_all(peer: str, count: int, processes: int, seed: int, folder: Path) 
     scripts = make_scripts(peer, count, seed)
     packages = [peer, f"easymp.compat.{peer}"]
     file = folder / f"{peer}{processes}.json"
-    theirs, ours = (results_of(package, scripts, processes, file) for package in packages)
+    peer_result, layer_result = (results_of(package, scripts, processes, file) for package in packages)
     kinds = ["same", "error", "warning", "row", "WRONG"]
-    found = []
-    for script, *by_rank in zip(scripts, theirs, ours):
-        kind, text = max((compare(*pair, ROWS[peer]) for pair in zip(*by_rank)), key=lambda item: kinds.index(item[0]))
-        found.append((kind, text, script))
-    return found
+    differences = []
+    for script, *by_rank in zip(scripts, peer_result, layer_result):
+        kind, text = max(
+            (compare(peer, script, *pair) for pair in zip(*by_rank)), key=lambda item: kinds.index(item[0])
+        )
+        differences.append((kind, text, script))
+    return differences
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peers", nargs="*", default=list(ROWS))
+    parser.add_argument("peers", nargs="*", default=list(PAGES))
     parser.add_argument("--scripts", type=int, default=200)
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
@@ -297,13 +312,15 @@ def main() -> None:
     for peer in arguments.peers:
         for processes in arguments.processes[:1] if peer == "torch_cuda" else arguments.processes:
             with tempfile.TemporaryDirectory() as folder:
-                found = compare_all(peer, arguments.scripts, processes, arguments.seed, Path(folder))
-            print(peer, processes, dict(Counter(kind for kind, *_ in found)), flush=True)
-            for (kind, text), times in Counter((kind, text) for kind, text, _ in found if kind != "same").most_common():
+                differences = compare_all(peer, arguments.scripts, processes, arguments.seed, Path(folder))
+            print(peer, processes, dict(Counter(kind for kind, *_ in differences)), flush=True)
+            for (kind, text), times in Counter(
+                (kind, text) for kind, text, _ in differences if kind != "same"
+            ).most_common():
                 print(f"  {times} {kind} {text}")
-            for kind, _, script in [item for item in found if item[0] == "WRONG"][: arguments.show]:
+            for kind, _, script in [item for item in differences if item[0] == "WRONG"][: arguments.show]:
                 print(f"--- {kind}\n{script}")
-            wrong += sum(kind == "WRONG" for kind, *_ in found)
+            wrong += sum(kind == "WRONG" for kind, *_ in differences)
     sys.exit(wrong > 0)
 
 

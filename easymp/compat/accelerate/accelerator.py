@@ -41,7 +41,6 @@ from ...options import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from ...protocols import Source
 from ...settings import as_record, read_record, resolve
 from ...trackers import TRACKERS
 from ...trackers.logbook import SILENT
@@ -49,7 +48,7 @@ from ...training.collectives import gather_object
 from ...training.moved import OTHER_ARGUMENTS, SETTING_REMEDIES
 from ...training.prepare import PrepareOptions
 from ...training.state import accelerators
-from ..layer import saving_between_micro_batches, unless_set
+from ..layer import plain_steps_on_cpu, saving_between_micro_batches, unless_set
 from .loaders import DataLoaderConfiguration, make_loader
 from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
 from .processes import AcceleratorState, AllProcesses, GradientState, InitProcessGroupKwargs, handlers_by_class
@@ -166,9 +165,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
         device = None if cpu or settings.cpu else torch.accelerator.current_accelerator(check_available=True)
         if group is not None:
             check_backend(group.backend, device or torch.device("cpu"))
-        if device is None and settings.source("fused")[0] is Source.DEFAULT:
-            # torch's fused steps on CPUs round otherwise than the optimizers that Accelerate leaves as they are.
-            settings = resolve(settings, fused=False)
+        settings = plain_steps_on_cpu(settings, device is None)
         loading = read_record(
             settings, "dataloader_config", partial(as_record, DataLoaderConfiguration, "dataloader_config")
         )

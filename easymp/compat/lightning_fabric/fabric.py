@@ -32,7 +32,7 @@ from ...settings import resolve
 from ...training.prepare import PrepareOptions
 from ...training.wrapper import routed
 from ..accelerate.accelerator import adopt
-from ..layer import unless_set
+from ..layer import plain_steps_on_cpu, unless_set
 from .checkpoints import Checkpoints
 from .strategies import (
     FORKED,
@@ -239,7 +239,8 @@ class Fabric(Checkpoints):
                 remedy = "to use Fabric with more than one device, you must call `.launch()` first"
                 raise StepError(f"devices={self._devices} in one process: {remedy}")
             strategy = self.strategy if distributed else Strategy("auto")
-            precision = unless_set(resolve(), "mixed_precision", self._precision, "no")
+            settings = plain_steps_on_cpu(resolve(), self._cpu)
+            precision = unless_set(settings, "mixed_precision", self._precision, "no")
             self._accelerator = _Accelerator(
                 mixed_precision=precision,
                 strategy=None if strategy.strategy == "auto" else strategy.strategy,  # type: ignore[arg-type]
@@ -247,6 +248,7 @@ class Fabric(Checkpoints):
                 activation_checkpointing=strategy.activation_checkpointing,
                 cpu=self._cpu or None,
                 log_with="none",
+                settings=settings,
             )
             if precision in TRUE_HALVES:
                 self._accelerator._prepared.round_updates()
@@ -259,6 +261,11 @@ class Fabric(Checkpoints):
     node_rank = property(lambda self: read_ranks().rank // max(1, read_ranks().local_size))
     world_size = property(lambda self: read_ranks().size)
     is_global_zero = property(lambda self: read_ranks().rank == 0)
+
+    @property
+    def _is_group(self) -> bool:
+        """Whether the processes are a group: of several, or of one under a strategy for several, as in Fabric."""
+        return self.world_size > 1 or self.strategy.strategy not in UNSPREAD
 
     # -- models, optimizers and loaders
 
@@ -322,7 +329,7 @@ class Fabric(Checkpoints):
                 kind = type(loader).__name__
                 raise TypeError(f"Only PyTorch DataLoader are currently supported in `setup_dataloaders`, not {kind}")
             is_shared = isinstance(loader.sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset)
-            if use_distributed_sampler and self.world_size > 1 and not is_shared:
+            if use_distributed_sampler and self._is_group and not is_shared:
                 loader = shard(loader, self.global_rank, self.world_size, int(env.read(SEED, "0") or 0))
             if env.flag(SEED_WORKERS, False) and loader.num_workers and loader.worker_init_fn is None:
                 loader.worker_init_fn = partial(seed_worker, self.global_rank)
@@ -404,13 +411,13 @@ class Fabric(Checkpoints):
         return objects[0]
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Each tensor or number of `data` from all ranks, in a new first dimension; as it is under no strategy."""
+        """Each tensor or number of `data` from all ranks, in a new first dimension; as it is without a group."""
         if group is not None:
             raise RefusedError("all_gather: group is not honoured: all ranks take part")
 
         def gather(leaf: Tensor) -> Tensor:
             if self.world_size == 1:
-                return leaf if self.strategy.strategy in UNSPREAD else leaf[None]
+                return leaf[None] if self._is_group else leaf
             if not sync_grads:
                 return self.easymp.gather(leaf.detach()[None])
             from torch.distributed import _functional_collectives as collectives  # here: it takes 25 ms
