@@ -39,7 +39,7 @@ class Row(NamedTuple):
     """A difference that a page tells."""
 
     peer: str
-    labels: str  # of values that differ, or of the next value where only one side raises an error
+    labels: str  # of values that differ, or that come next where only one side raises an error; "" for all
     script: str  # a pattern that is in such a script
     words: str  # on docs/migrating/PAGE.md
 
@@ -47,6 +47,10 @@ class Row(NamedTuple):
 ROWS = [
     Row("accelerate", "module reduce", "", "`reduce` honours its `scale`"),
     Row("accelerate", "predictions, metrics", "BatchSampler.*True", "keeps all samples of the last batch"),
+    Row("accelerate", "skipped batches", "dispatch_batches=True", "`skip_first_batches` skips steps"),
+    Row(
+        "accelerate", "", r"(?s)dispatch_batches=True.*BatchSampler[^\n]*True", "drops batches that do not fill a step"
+    ),
 ]
 
 # random_scripts.txt has rules by name, with an alternative at each "-". A line "@rule" stands for one alternative of a
@@ -229,7 +233,13 @@ def results_of(package: str, scripts: list[str], processes: int, file: Path) -> 
         workers = []
         for rank in range(processes):
             rank_variables = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "EASYMP_TIMEOUT": "10"}
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "ACCELERATE_USE_CPU": "true",
+                "EASYMP_TIMEOUT": "10",
+                "OMP_NUM_THREADS": "1",
+            }
             environment |= rank_variables if processes > 1 else {}
             log = open(f"{file}.{package}.{rank}.log", "a")  # noqa: SIM115
             workers.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
@@ -276,7 +286,9 @@ def compare(peer: str, script: str, peer_result: dict[str, object], layer_result
     if layer_result["error"] and len(layer_result["notes"]) == k and "EasympError" in layer_result["error"][0]:
         return "error", f"{label}: {layer_result['error'][1]}"
     rows = [
-        row for row in ROWS if row.peer == peer and label in row.labels.split(", ") and re.search(row.script, script)
+        row
+        for row in ROWS
+        if row.peer == peer and label in (row.labels or label).split(", ") and re.search(row.script, script)
     ]
     if rows:
         return "row", rows[0].words

@@ -81,6 +81,9 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch, t
     with Accelerator(True, None, None, 2, True) as acc:
         assert (acc.mixed_precision, acc.gradient_accumulation_steps, acc.scaler) == ("no", 2, None)
         assert (acc.device.type, acc.distributed_type) == ("cpu", utils.DistributedType.NO)
+        assert (str(acc.distributed_type), str(utils.PrecisionType.FP16)) == ("DistributedType.NO", "fp16")
+        number = torch.tensor(1.5)  # on one process it stays a number
+        assert acc.gather(number).shape == utils.gather(number).shape == ()
         assert acc.state.deepspeed_plugin is acc.deepspeed_plugin is None
         acc.init_trackers("run", {"lr": 0.1}, init_kwargs={"wandb": {"name": "x"}})
         acc.log({"loss": 1.0}, step=1)

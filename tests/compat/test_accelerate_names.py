@@ -30,26 +30,26 @@ REFUSED, ABSENT = "refused", "absent: "
 
 
 def signature(value):
-    """In words that are the same in every process; ``"property"`` and ``"value"`` for what has none."""
+    """A signature as text, the same in every process; ``"property"`` or ``"value"`` for what has none."""
     if isinstance(value, property):
         return "property"
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     try:
-        found = inspect.signature(value)
+        parameters = inspect.signature(value).parameters
     except (TypeError, ValueError):
         return "value"
-    words, keywords = [], False
-    for parameter in found.parameters.values():
+    texts, in_keywords = [], False
+    for parameter in parameters.values():
         if parameter.name in ("self", "cls"):
             continue
         mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        if parameter.kind is parameter.KEYWORD_ONLY and not keywords:
-            words.append("*")
-        keywords |= mark == "*" or parameter.kind is parameter.KEYWORD_ONLY
+        if parameter.kind is parameter.KEYWORD_ONLY and not in_keywords:
+            texts.append("*")
+        in_keywords |= mark == "*" or parameter.kind is parameter.KEYWORD_ONLY
         default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
-        words.append(f"{mark}{parameter.name}{default}")
-    return f"({', '.join(words)})"
+        texts.append(f"{mark}{parameter.name}{default}")
+    return f"({', '.join(texts)})"
 
 
 def shown(value):
@@ -68,73 +68,75 @@ def find(address):
         return getattr(importlib.import_module(module), name)
 
 
-def parts(words):
+def parts(text):
     """The parameters in a signature."""
-    found, depth = [""], 0
-    for letter in words[1:-1]:
-        depth += (letter in "([{<") - (letter in ")]}>")
-        if letter == "," and not depth:
-            found.append("")
+    parameters, depth = [""], 0
+    for character in text[1:-1]:
+        depth += (character in "([{<") - (character in ")]}>")
+        if character == "," and not depth:
+            parameters.append("")
         else:
-            found[-1] += letter
-    return [part.strip() for part in found if part.strip()]
+            parameters[-1] += character
+    return [part.strip() for part in parameters if part.strip()]
 
 
 def difference(ours, theirs):
     """What of a call written for `theirs` means another thing to `ours`, or does not fit; "" where nothing does."""
     if ours == theirs or not (ours.startswith("(") and theirs.startswith("(")):
         return ""
-    here, there = parts(ours), parts(theirs)
-    rest = any(part.startswith("**") for part in here)
-    if rest and here[0].startswith("*") and here[0] != "*":
+    our_parameters, their_parameters = parts(ours), parts(theirs)
+    takes_keywords = any(part.startswith("**") for part in our_parameters)
+    if takes_keywords and our_parameters[0].startswith("*") and our_parameters[0] != "*":
         return ""  # it takes anything
-    named, found = {part.partition("=")[0]: part for part in here}, []
-    for i, part in enumerate(there):
+    by_name, differences = {part.partition("=")[0]: part for part in our_parameters}, []
+    for i, part in enumerate(their_parameters):
         name = part.partition("=")[0]
-        anywhere = "*" in there or i >= len(here)
-        fits = part in here and (anywhere or here.index(part) >= i)
-        if fits or name.startswith("**") or (name not in named and rest):
+        anywhere = "*" in their_parameters or i >= len(our_parameters)
+        fits = part in our_parameters and (anywhere or our_parameters.index(part) >= i)
+        if fits or name.startswith("**") or (name not in by_name and takes_keywords):
             continue
-        if name in named:
-            found.append(f"{part} has another place" if named[name] == part else f"{part} is {named[name]}")
+        if name in by_name:
+            differences.append(f"{part} has another place" if by_name[name] == part else f"{part} is {by_name[name]}")
         else:
-            found.append(f"no {part}")
-    return "; ".join(found)
+            differences.append(f"no {part}")
+    return "; ".join(differences)
 
 
 def of_module(address):
-    module, found, wide = find(address), {}, address in ("accelerate", "accelerate.utils")
+    module, signatures, of_package = find(address), {}, address in ("accelerate", "accelerate.utils")
     for name in dir(module):
         value = getattr(module, name)
         if name[0] == "_" or isinstance(value, types.ModuleType) or not (callable(value) or name.isupper()):
             continue
-        own = str(getattr(value, "__module__", ""))
-        if (callable(value) or not wide) and not (own.startswith("accelerate") if wide else own == address):
+        home = str(getattr(value, "__module__", ""))
+        if (callable(value) or not of_package) and not (
+            home.startswith("accelerate") if of_package else home == address
+        ):
             continue
-        found[name] = signature(value)
-    return found
+        signatures[name] = signature(value)
+    return signatures
 
 
 def of_class(kind):
     if issubclass(kind, enum.Enum):
         return {member.name: repr(member.value) for member in kind}
-    found = {}
+    signatures = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "accelerate":
             for name, value in vars(base).items():
                 if not name.startswith("_") and name not in TORCHS:
-                    found.setdefault(name, signature(value))
-    return found
+                    signatures.setdefault(name, signature(value))
+    return signatures
 
 
-def wrong_in_module(module, name, theirs, said):
+def wrong_in_module(module, name, theirs, expected):
     try:
         value = getattr(module, name)
     except ImportError as error:
-        return "" if said == REFUSED and INSTEAD[name] in str(error) else f"{name}: {error}"
-    if said != REFUSED:
-        found = difference(signature(value), theirs)
-        return "" if found == said else f"{name}: {found or 'the same'}, and not: {said or 'the same'}"
+        return "" if expected == REFUSED and INSTEAD[name] in str(error) else f"{name}: {error}"
+    if expected != REFUSED:
+        actual = difference(signature(value), theirs)
+        return "" if actual == expected else f"{name}: {actual or 'the same'}, and not: {expected or 'the same'}"
     try:
         value()
     except RefusedError as error:
@@ -142,25 +144,25 @@ def wrong_in_module(module, name, theirs, said):
     return f"{name} is not refused"
 
 
-def wrong_in_class(kind, name, theirs, said):
+def wrong_in_class(kind, name, theirs, expected):
     value = inspect.getattr_static(kind, name, inspect)
     if value is inspect:
-        there = said.startswith(ABSENT) or (said == REFUSED and name in MEMBERS)
-        return "" if there else f"{kind.__name__} has no {name}"
+        is_absent = expected.startswith(ABSENT) or (expected == REFUSED and name in MEMBERS)
+        return "" if is_absent else f"{kind.__name__} has no {name}"
     ours = repr(value.value) if isinstance(value, enum.Enum) else signature(value)
-    found = f"is {ours}" if isinstance(value, enum.Enum) and ours != theirs else difference(ours, theirs)
+    actual = f"is {ours}" if isinstance(value, enum.Enum) and ours != theirs else difference(ours, theirs)
     same = "the same"
-    return "" if found == said else f"{kind.__name__}.{name}: {found or same}, and not: {said or same}"
+    return "" if actual == expected else f"{kind.__name__}.{name}: {actual or same}, and not: {expected or same}"
 
 
 @pytest.mark.parametrize("section", TABLE)
 def test_what_the_table_says_is_so(section):
-    there, wrong = find(f"easymp.compat.{section}"), []
+    item, wrong = find(f"easymp.compat.{section}"), []
     for name, entry in TABLE[section].items():
-        theirs, said = entry if isinstance(entry, list) else (entry, "")
-        look = wrong_in_class if inspect.isclass(there) else wrong_in_module
-        wrong.append(look(there, name, theirs, said))
-    assert [words for words in wrong if words] == []
+        theirs, expected = entry if isinstance(entry, list) else (entry, "")
+        look = wrong_in_class if inspect.isclass(item) else wrong_in_module
+        wrong.append(look(item, name, theirs, expected))
+    assert [text for text in wrong if text] == []
 
 
 def test_refused_members_say_what_to_write():
@@ -174,10 +176,10 @@ def test_refused_members_say_what_to_write():
 @pytest.mark.slow
 def test_accelerate_has_the_names_of_the_table():
     pytest.importorskip("accelerate")
-    words = [sys.executable, "-m", __name__]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = tomllib.loads(done.stdout)
+    command = [sys.executable, "-m", __name__]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert process.returncode == 0, process.stderr[-3000:]
+    theirs = tomllib.loads(process.stdout)
     for section, names in TABLE.items():
         ours = {name: entry[0] if isinstance(entry, list) else entry for name, entry in names.items()}
         assert theirs[section] == ours, section

@@ -18,7 +18,7 @@ import torch
 from easymp.compat.lightning_fabric.loggers import CSVLogger, TensorBoardLogger
 from easymp.compat.lightning_fabric.utilities import rank_zero
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 import easymp.compat.lightning_fabric as L
 from easymp import CheckpointError, NonfiniteError, RefusedError, SettingError, StepError
@@ -404,6 +404,17 @@ def test_callbacks(capsys):
     fabric.print("once")
     assert capsys.readouterr().out == "once\n"
     fabric.easymp.close()
+
+
+def test_ddp_of_one_process_is_a_group_of_one():
+    loader = DataLoader(range(4), shuffle=True)
+    for strategy, shape, sampler in (("ddp", (1, 2), DistributedSampler), ("auto", (2,), RandomSampler)):
+        fabric = Fabric(accelerator="cpu", strategy=strategy)
+        assert fabric.all_gather(torch.ones(2)).shape == shape
+        assert type(fabric.setup_dataloaders(loader).sampler) is sampler
+        with pytest.raises(IndexError):
+            fabric.logger  # noqa: B018
+        fabric.easymp.close()
 
 
 def test_rows_of_metrics(tmp_path):
