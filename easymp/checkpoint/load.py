@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from .ranks import error_text, join_errors
 from .save import Saveable
 from .storage import Files, MemoryFile, SourceFile, Storage
 
+T = TypeVar("T")
 logger = get_logger(__name__)
 
 STUCK = "could not be put back"
@@ -210,8 +211,8 @@ def load_items(
 ) -> Loaded:
     """Load the checkpoint at `path` that `open_reader` opens, as `load_checkpoint` does."""
     loads: list[Callable[[], None]] = []
-    error: Exception | None = None
-    try:
+
+    def read() -> CheckpointReader:
         reader = open_reader()
         for item in items:
             try:
@@ -226,22 +227,20 @@ def load_items(
         if unrequested := reader.unrequested():
             reader.complain(f"nothing here takes {join_some(unrequested)} of the checkpoint: prepare it first")
         reader.run(tick)
-    except Exception as raised:
-        error = raised
-    _raise_together(world, path, error)
-    reader.skipped += _run_trials(world, path, reader.trials, reader.strict)
-    world.settle()  # values that wait to be averaged are about to be replaced
-    try:
+        return reader
+
+    def fill() -> None:
         for load in loads:
             load()
-    except Exception as raised:
-        error = raised
-    _raise_together(world, path, error, PARTLY)
-    gathered = world.gather_objects(reader.skipped)
-    skipped = tuple(dict.fromkeys(mismatch for mismatches in gathered for mismatch in mismatches))
+
+    reader = _run_on_all(world, path, read)
+    skipped = reader.skipped + _run_trials(world, path, reader.trials, reader.strict)
+    world.settle()  # values that wait to be averaged are about to be replaced
+    _run_on_all(world, path, fill, PARTLY)
+    skipped = list(dict.fromkeys(mismatch for mismatches in world.gather_objects(skipped) for mismatch in mismatches))
     if skipped:
         logger.warning("%s: skipped: %s", path, "; ".join(skipped))
-    return Loaded(path, reader.manifest, skipped)
+    return Loaded(path, reader.manifest, tuple(skipped))
 
 
 def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) -> list[str]:
@@ -258,8 +257,26 @@ def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) 
     ]
     if strict or any(world.gather_objects(stuck)):
         text = "; ".join([f"{name}: {text}" for name, text in own_texts.items()] + stuck)
-        _raise_together(world, path, next(iter(errors.values()), None), text=text)
+        _raise_on_all(world, path, text, next(iter(errors.values()), None))
     return [f"{name}: {text}" for name, text in failed.items()]
+
+
+def _run_on_all(world: World, path: str, function: Callable[[], T], outcome: str = "") -> T:
+    """Run `function` on every rank; errors of any rank are raised on all, and chained to this rank's own."""
+    result, error = cast(T, None), None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    _raise_on_all(world, path, "" if error is None else error_text(error), error, outcome)
+    return result
+
+
+def _raise_on_all(world: World, path: str, text: str, error: Exception | None, outcome: str = "") -> None:
+    """Raise the `text` of any rank on all. `outcome` says what became of the checkpoint ("": it was not loaded)."""
+    if texts := join_errors(world.gather_objects(text)):
+        outcome = outcome or ("was not loaded" if STUCK in texts else "was not loaded, and nothing has changed")
+        raise CheckpointError(f"{path} {outcome}: {texts}") from error
 
 
 def _error_of(function: Callable[[], object]) -> Exception | None:
@@ -268,17 +285,6 @@ def _error_of(function: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _raise_together(
-    world: World, path: str, error: Exception | None, outcome: str = "", text: str | None = None
-) -> None:
-    """Raise the errors of any rank on all. `outcome` says what became of the checkpoint ("": it was not loaded)."""
-    if text is None:
-        text = "" if error is None else error_text(error)
-    if texts := join_errors(world.gather_objects(text)):
-        outcome = outcome or ("was not loaded" if STUCK in texts else "was not loaded, and nothing has changed")
-        raise CheckpointError(f"{path} {outcome}: {texts}") from error
 
 
 def name_differences(live: Collection[str], saved: Collection[str]) -> str:

@@ -57,7 +57,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._doing, self._finished = redact(doing), redact(done)
+        self._doing, self._finished = doing, done
         self._shown, self._background = shown, background
         self._stream, self._clock = stream if stream is not None else sys.stderr, clock
         self._lock = threading.Lock()
@@ -85,11 +85,11 @@ class Progress:
                 count = min(self._count, self.total or self._count)  # blocks may be read twice at edges
                 share = f" of {size(self.total)} ({count / self.total:.0%})" if self.total else ""
                 rate = size(self._count / (time_now - self._began))
-                print(f"{self._doing}: {size(count)}{share}, {rate}/s", file=self._stream, flush=True)
+                print(f"{redact(self._doing)}: {size(count)}{share}, {rate}/s", file=self._stream, flush=True)
 
     def _summary(self, time_now: float) -> str:
         seconds = max(time_now - self._began, 1e-9)
-        return f"{self._finished}: {size(self._count)} in {seconds:.1f} s, {size(self._count / seconds)}/s"
+        return f"{redact(self._finished)}: {size(self._count)} in {seconds:.1f} s, {size(self._count / seconds)}/s"
 
     def __enter__(self) -> Progress:
         return self

@@ -8,7 +8,6 @@ world's timeout.
 from __future__ import annotations
 
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from ..distributed import World
-from ..distributed.mailbox import Mailbox
+from ..distributed.mailbox import Mailbox, Watch
 from ..errors import CheckpointError, EasympError, WorldError
 
 T = TypeVar("T")
@@ -41,31 +40,29 @@ def join_errors(texts: Sequence[str]) -> str:
     return "; ".join(f"rank {rank}: {text}" if len(texts) > 1 else text for rank, text in by_rank)
 
 
+def attempt(function: Callable[[], T]) -> tuple[str, T]:
+    """An error's text ("" without one), and the result of `function`."""
+    try:
+        return "", function()
+    except Exception as error:
+        return error_text(error), cast(T, None)
+
+
 def run_on_rank_0(world: World, function: Callable[[], T], prefix: str = "") -> T:
     """Run `function` on rank 0, and return its result, or raise its error after `prefix`, on all ranks."""
-    text, result = "", cast(T, None)
-    if world.rank == 0:
-        try:
-            result = function()
-        except Exception as error:
-            text = error_text(error)
-    text, result = world.broadcast_objects([text, result])
+    outcome = ("", cast(T, None)) if world.rank else attempt(function)
+    text, result = world.broadcast_objects([*outcome])
     if text:
         raise CheckpointError(f"{prefix}{text}")
-    return result
+    return cast(T, result)
 
 
 def run_on_all(world: World, function: Callable[[], T], prefix: str = "") -> list[T]:
     """Run `function` on every rank; return all results, or raise all errors after `prefix`, on all ranks."""
-    text, result = "", None
-    try:
-        result = function()
-    except Exception as error:
-        text = error_text(error)
-    gathered = world.gather_objects((text, result))
-    if errors := join_errors([text for text, _ in gathered]):
+    texts, results = zip(*world.gather_objects(attempt(function)))
+    if errors := join_errors(texts):
         raise CheckpointError(f"{prefix}{errors}")
-    return [result for _, result in gathered]
+    return list(results)
 
 
 class Meeting:
@@ -186,71 +183,56 @@ def _store_needed() -> Iterator[None]:
 
 
 # -- a save that the main process alone calls, as in ``if accelerator.is_main_process: accelerator.save_state(...)`` ---
-#
-# The main process cannot see from its own call whether the other ranks will make it, too. So it asks their listeners
-# (threads that wait at the store) until each rank either makes the call, or has begun a collective that the main
-# process has not begun. All ranks begin collectives in one order, so that rank has passed the call. It waits in that
-# collective, and its state does not change meanwhile.
 
 
-WAITING = "here"  # the answer of a rank that makes the call
 PAUSE = 0.02  # seconds between two questions
 
 
 class SaveCalls:
-    """Finds out which ranks call a save."""
+    """Finds out which ranks call a save.
+
+    Each other rank that calls it sends a message and waits for the answer. The main process waits until each rank has
+    either sent one, or begun a collective that the main process has not begun: all ranks begin collectives in one
+    order, so that rank has passed the call. It waits in that collective, and its state does not change meanwhile.
+    """
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._is_waiting = False  # for the main process's answer
-        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._world, self._watch = world, cast(Watch, world.watch)  # None in a world of one, which asks nobody
+        self._answered = [0] * world.size  # by rank, the calls that the main process has answered
         if world.watch is not None:
-            world.watch.told |= {
-                "save": lambda: WAITING if self._is_waiting else json.dumps(world.position()),
-                "together": lambda: self._answer(True),
-                "alone": lambda: self._answer(False),
-            }
-
-    def _answer(self, all_call: bool) -> str:
-        self._is_waiting = False
-        self._answers.put(all_call)
-        return WAITING
+            self._mailbox = world.watch.connect()
+            world.watch.told["position"] = lambda: json.dumps(world.position())
 
     def all_called(self) -> bool:
         """Whether all ranks make the call; WorldError if one neither makes it nor begins a collective in time."""
         world = self._world
         if world.rank:
-            self._is_waiting = True
+            box = f"saves/{world.rank}"
+            key = f"{box}/{self._mailbox.send(box, '')}/answer"
             try:
-                return self._answers.get(timeout=world.timeout)
-            except queue.Empty:
-                raise WorldError(
-                    f"rank {world.rank} came to save_state(), and rank 0 did not within {world.timeout:g} s"
-                ) from None
-            finally:
-                self._is_waiting = False
+                self._mailbox.wait([key], world.timeout)
+            except TimeoutError:
+                reason = f"rank {world.rank} came to save_state(), and rank 0 did not within {world.timeout:g} s"
+                raise WorldError(reason) from None
+            return bool(self._mailbox.read(key))
         callers = [rank for rank in range(1, world.size) if self._calls(rank)]
         all_call = len(callers) == world.size - 1
         for rank in callers:
-            self._ask(rank, "together" if all_call else "alone")
+            self._answered[rank] += 1
+            self._mailbox.post(f"saves/{rank}/{self._answered[rank]}/answer", b"all" if all_call else b"")
         return all_call
 
     def _calls(self, rank: int) -> bool:
-        own_position, deadline = self._world.position(), time.monotonic() + self._world.timeout
+        world, own_position = self._world, self._world.position()
+        deadline = time.monotonic() + world.timeout
         while time.monotonic() < deadline:
-            answer = "" if self._world.has_left(rank) else self._ask(rank, "save")
-            if answer == WAITING:
+            answer = "" if world.has_left(rank) else self._watch.ask(rank, "position")
+            if self._mailbox.has(f"saves/{rank}/{self._answered[rank] + 1}"):
                 return True
-            if not answer:  # it has ended
-                return False
-            position = json.loads(answer)
-            if any(position[kind] > number for kind, number in own_position.items() if kind in position):
-                return False
+            position = json.loads(answer or "null")
+            if position is None or any(position.get(kind, 0) > number for kind, number in own_position.items()):
+                return False  # it has ended, or has passed the call
             time.sleep(PAUSE)
         raise WorldError(
-            f"save_state(): rank {rank} neither came nor went on to a collective within {self._world.timeout:g} s"
+            f"save_state(): rank {rank} neither came nor went on to a collective within {world.timeout:g} s"
         )
-
-    def _ask(self, rank: int, question: str) -> str:
-        assert self._world.watch is not None
-        return self._world.watch.ask(rank, question)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.parts import Part
+from ..base.parts import Part, Parts
 from ..base.rng import mix, seed_all
 from ..distributed import World
 from ..errors import CheckpointError, join_some
@@ -63,8 +63,8 @@ def items_of(
         items.append(loader_state if with_data else LeftOut(f"state/loader_{i}"))
     items += [ObjectState(f"object_{i}", item, free=True) for i, item in enumerate(registered)]
     items.append(RunState(run, epochs, with_data))
-    items += [PartState(part, run.parts.is_users(part)) for part in run.parts.all if type(part).state is not Part.state]
-    return [*items, PendingSchedules(prepared.schedulers), RandomState(run.world, prepared.strategy, prepared.seed)]
+    items += [PartState(part, run.parts) for part in run.parts.all if type(part).state is not Part.state]
+    return [*items, RandomState(run.world, prepared.strategy, prepared.seed)]
 
 
 class ObjectState:
@@ -157,37 +157,11 @@ class LeftOut:
         return leave
 
 
-class PendingSchedules:
-    """Schedules that the script steps after each update, but had not stepped when it saved: loading steps them."""
-
-    NAME = "state/each_update"
-
-    def __init__(self, schedulers: Sequence[PreparedScheduler]) -> None:
-        self._schedulers = schedulers
-
-    def collect(self, into: Snapshot) -> None:
-        if into.rank == 0:
-            into.add(self.NAME, [s.each_update for s in self._schedulers])
-
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
-        live = [scheduler.each_update for scheduler in self._schedulers]
-        each_update = source.state(self.NAME) if self.NAME in source else live
-        check_like(self.NAME, each_update, live)
-
-        def load() -> None:
-            for scheduler, each in zip(self._schedulers, each_update):
-                scheduler.each_update = each
-                if each and any(scheduler.behind):
-                    scheduler.step()
-
-        return load
-
-
 class PartState:
     """The state of a part, on rank 0; a checkpoint must have that of a part of the script."""
 
-    def __init__(self, part: Part, required: bool) -> None:
-        self._part, self._required, self._name = part, required, f"state/{part.name}"
+    def __init__(self, part: Part, parts: Parts) -> None:
+        self._part, self._parts, self._name = part, parts, f"state/{part.name}"
 
     def collect(self, into: Snapshot) -> None:
         if into.rank == 0 and (state := self._part.state()) is not None:
@@ -195,7 +169,7 @@ class PartState:
 
     def restore(self, source: CheckpointReader) -> Callable[[], None]:
         if self._name not in source:
-            if self._required and self._part.state() is not None:
+            if self._parts.is_users(self._part) and self._part.state() is not None:
                 source.complain(f"the checkpoint has no state of part {self._part.name!r}")
             return leave
         state = source.state(self._name)
@@ -203,9 +177,10 @@ class PartState:
 
 
 class RunState:
-    """Skipped steps, the order of the models, settings, and epochs of a run, on rank 0.
+    """Skipped steps, pending steps of schedules, the order of the models, settings, and epochs of a run, on rank 0.
 
-    Settings stay this run's; differences are logged.
+    Settings stay this run's; differences are logged. A load steps the schedules that the script steps after each
+    update, but had not stepped when it saved.
     """
 
     name = "run"
@@ -213,7 +188,7 @@ class RunState:
     def __init__(self, run: Run, epochs: Any, with_data: bool) -> None:
         self._run, self._epochs, self._with_data = run, epochs, with_data
 
-    def _states(self) -> dict[str, dict[str, Any]]:
+    def _states(self) -> dict[str, Any]:
         run, prepared = self._run, self._run.prepared
         identities = [prepared.identities[id(model.original)] for model in prepared.models]
         threads = torch.get_num_threads()
@@ -235,6 +210,7 @@ class RunState:
                 "arithmetic": [f"torch {torch.__version__}", *on_cpu],
             },
             "epochs": self._epochs.state_dict(),
+            "each_update": [scheduler.each_update for scheduler in prepared.schedulers],
         }
 
     def collect(self, into: Snapshot) -> None:
@@ -247,14 +223,16 @@ class RunState:
         saved: dict[str, Any] = {}
         for name, live in live_states.items():
             path = f"state/{name}"
-            if path in source:
-                saved[name] = source.state(path)
-                check_like(path, saved[name], live)
-                lacking = [key for key, value in live.items() if value is not None and saved[name].get(key) is None]
-                if lacking and lacking != ["arithmetic"]:  # which easymp 0.1 did not write
-                    raise CheckpointError(f"{path} lacks {', '.join(lacking)}: load another checkpoint")
-            elif name != "models":
-                source.complain(f"the checkpoint has no {path}")
+            if path not in source:
+                if name not in ("models", "each_update"):
+                    source.complain(f"the checkpoint has no {path}")
+                continue
+            saved[name] = source.state(path)
+            check_like(path, saved[name], live)
+            facts = live.items() if isinstance(live, dict) else ()
+            lacking = [key for key, value in facts if value is not None and saved[name].get(key) is None]
+            if lacking and lacking != ["arithmetic"]:  # which easymp 0.1 did not write
+                raise CheckpointError(f"{path} lacks {', '.join(lacking)}: load another checkpoint")
         if fault := _order_fault(saved.get("models", {}), live_states["models"]):
             source.complain(fault)
 
@@ -267,6 +245,10 @@ class RunState:
                 _log_differences(saved["run"], live_states["run"], run.world.rank)
             if "epochs" in saved and self._with_data:
                 self._epochs.load_state_dict(saved["epochs"])
+            for scheduler, each_update in zip(run.prepared.schedulers, saved.get("each_update", ())):
+                scheduler.each_update = each_update
+                if each_update and any(scheduler.behind):
+                    scheduler.step()
 
         return load
 

@@ -130,10 +130,11 @@ class FilePlan(NamedTuple):
 
 
 class SavePlan(NamedTuple):
-    """All files, and the place of each tensor in them."""
+    """All files, the place of each tensor in them, and further names of tensors."""
 
     files: tuple[FilePlan, ...] = ()
     tensors: Mapping[str, StoredTensor] = MappingProxyType({})
+    aliases: Mapping[str, str] = MappingProxyType({})
 
 
 def plan_files(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
@@ -222,6 +223,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._files: dict[str, memoryview] = {}
         self._pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = []
 
     def copy(self, plans: Sequence[FilePlan], tensors: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
@@ -232,11 +234,11 @@ class HostCopy:
             self.memory = aligned(0)  # free the old one first, so that the two never exist together
             logger.info("asynchronous checkpoints: %.2f GB on this rank for a copy of the state", total / 1e9)
             self.memory = aligned(total)
-        files, start = {}, 0
+        self._files, start = {}, 0
         large: list[tuple[memoryview, memoryview]] = []
         for plan in plans:
             image = self.memory[start : start + plan.size]
-            content = files[plan.name] = as_bytes(image)
+            content = self._files[plan.name] = as_bytes(image)
             begin = len(plan.header)
             content[:begin] = plan.header
             for key in plan.contents:
@@ -257,7 +259,11 @@ class HostCopy:
         for device in {tensor.device for tensor in on_cuda}:
             # Referenced until they are copied: some were made for this save only.
             self._pending.append((torch.cuda.current_stream(device).record_event(), on_cuda))
-        return files
+        return self._files
+
+    def content(self, plan: FilePlan) -> Iterable[Bytes]:
+        self.wait()
+        return [self._files[plan.name]]
 
     def wait(self) -> None:
         for event, _ in self._pending:
@@ -293,10 +299,8 @@ class Saves:
         self.world = world
         self.line = line or SaveLine()
         self._meeting: Meeting | None = None
-        self._chunks: Sequence[LocalChunk] = ()  # this rank's, and its aliases, for which the plan was made
-        self._aliases: Mapping[str, str] = {}
         self._plan = SavePlan()
-        self._all_aliases: dict[str, str] = {}
+        self._planned: tuple[Sequence[LocalChunk], Mapping[str, str]] = (), {}  # this rank's chunks and aliases
         self._host_copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -313,39 +317,18 @@ class Saves:
         """Write a checkpoint of `items`; errors, also of an asynchronous save before it, are raised on all ranks."""
         check_name(target.name)
         self.wait()
-        if self._meeting is None:
-            self._meeting = Meeting(self.world)
+        self._meeting = self._meeting or Meeting(self.world)
         snapshot = self._collect(items)
         check_extra(extra.names, [INDEX, *(file.name for file in self._plan.files)])
-        own_files = [file for file in self._plan.files if file.rank == self.world.rank]
-        copies: dict[str, memoryview] = {}
-        if asynchronous:
-            run_on_all(self.world, lambda: copies.update(self._host_copy.copy(own_files, snapshot.tensors)), NOT_BEGUN)
-
-        def content(file: FilePlan) -> Iterable[Bytes]:
-            if not asynchronous:
-                return file_content(file, snapshot.tensors)
-            self._host_copy.wait()
-            return [copies[file.name]]
-
-        save = Save(
-            meeting=self._meeting,
-            line=self.line,
-            target=target,
-            limit=limit,
-            plan=self._plan,
-            aliases=self._all_aliases,
-            states=snapshot.states,
-            content=content,
-            extra=extra,
-            tick=tick,
-        )
+        host_copy = self._host_copy if asynchronous else None
+        save = Save(self._meeting, self.line, target, limit, self._plan, snapshot, host_copy, extra, tick)
         if not asynchronous:
             try:
                 save.run()
             finally:
                 extra.close()
             return
+        run_on_all(self.world, save.copy_to_host, NOT_BEGUN)
         # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each
         # file).
         self._thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
@@ -359,14 +342,15 @@ class Saves:
             for item in items:
                 item.collect(snapshot)
             snapshot.pack()
-            return (self._chunks, self._aliases) == (snapshot.chunks, snapshot.aliases)
+            return self._planned == (snapshot.chunks, snapshot.aliases)
 
         try:
             if not all(run_on_all(self.world, collect, NOT_BEGUN)):
-                by_rank = self.world.gather_objects((snapshot.chunks, snapshot.aliases))
-                self._plan = plan_files([chunks for chunks, _ in by_rank])
-                self._all_aliases = {name: target for _, aliases in by_rank for name, target in aliases.items()}
-                self._chunks, self._aliases = snapshot.chunks, snapshot.aliases
+                planned = snapshot.chunks, snapshot.aliases
+                by_rank = self.world.gather_objects(planned)
+                aliases = {name: target for _, aliases in by_rank for name, target in aliases.items()}
+                self._plan = plan_files([chunks for chunks, _ in by_rank])._replace(aliases=aliases)
+                self._planned = planned
         except WorldError as error:
             raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
         return snapshot
@@ -408,19 +392,26 @@ class Saves:
 
 @dataclass
 class Save:
-    """One save: `content` returns the bytes of a file of this rank. All ranks call `run`, in any thread."""
+    """One save. All ranks call `run`, in any thread. With a `host_copy` the files are written from there."""
 
     meeting: Meeting
     line: SaveLine
     target: Target
     limit: int | None
     plan: SavePlan
-    aliases: dict[str, str]
-    states: Mapping[str, Any]
-    content: Callable[[FilePlan], Iterable[Bytes]]
+    snapshot: Snapshot
+    host_copy: HostCopy | None
     extra: ExtraFiles
     tick: Tick
     commit: Commit | None = None  # on rank 0
+
+    def copy_to_host(self) -> None:
+        assert self.host_copy is not None
+        self.host_copy.copy(self._own_files, self.snapshot.tensors)
+
+    @property
+    def _own_files(self) -> list[FilePlan]:
+        return [file for file in self.plan.files if file.rank == self.meeting.rank]
 
     def run(self) -> None:
         with self.meeting:
@@ -473,18 +464,19 @@ class Save:
             return None
         storage, name, step, _ = self.target
         self.commit = Commit(storage, name, self.line.next_record(storage, name, step))
-        return self.commit.folder, {n: _digest(s) for n, s in self.states.items()} if self.meeting.size > 1 else {}
+        states = self.snapshot.states if self.meeting.size > 1 else {}
+        return self.commit.folder, {name: _digest(state) for name, state in states.items()}
 
     def _write(self, folder: str, digests: Mapping[str, str]) -> Any:
         """Write this rank's files; returns sizes and checksums, and the states that rank 0 does not have."""
         storage, checksums = self.target.storage, dict[str, list[int]]()
-        own_files = [file for file in self.plan.files if file.rank == self.meeting.rank]
-        expect(self.tick, sum([file.size for file in own_files] + [file.size for file in self.extra.files.values()]))
-        for file in own_files:
+        expect(self.tick, sum(file.size for file in (*self._own_files, *self.extra.files.values())))
+        for file in self._own_files:
             self._count(0)
             name = f"{folder}/{file.name}"
+            content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
             try:
-                checksums[file.name] = [file.size, *storage.put(name, self.content(file), file.size, self._count)]
+                checksums[file.name] = [file.size, *storage.put(name, content, file.size, self._count)]
             except FileNotFoundError as error:
                 if self.meeting.rank == 0:
                     raise
@@ -492,9 +484,8 @@ class Save:
                 raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
         for name, record in copy_files(self.extra.files, storage, folder, self._count).items():
             checksums[name] = [record.size, *record.checksums]
-        if self.meeting.rank == 0:
-            return checksums, {}
-        return checksums, {n: state for n, state in self.states.items() if digests.get(n) != _digest(state)}
+        states = self.snapshot.states if self.meeting.rank else {}
+        return checksums, {name: state for name, state in states.items() if digests.get(name) != _digest(state)}
 
     def _count(self, count: int) -> None:
         if self.meeting.failed:
@@ -505,12 +496,11 @@ class Save:
         """On rank 0, write the manifest, and commit."""
         if self.commit is None:
             return
-        storage, tensors = self.target.storage, self.plan.tensors
+        storage, tensors, states = self.target.storage, self.plan.tensors, dict(self.snapshot.states)
         folder, record = self.commit.folder, self.commit.record
         files: dict[str, FileRecord] = {}
         extra: dict[str, FileRecord] = {}
         planned = {file.name for file in self.plan.files}
-        states = dict(self.states)
         for rank, (checksums, rank_states) in enumerate(reports):
             for name, (size, *crcs) in checksums.items():
                 (files if name in planned else extra)[name] = FileRecord(size, tuple(crcs))
@@ -533,7 +523,7 @@ class Save:
             tensors=dict(tensors),
             files=files,
             states=states,
-            aliases=self.aliases,
+            aliases=dict(self.plan.aliases),
             extra=extra,
             lineage=record.lineage,
         )
@@ -556,8 +546,6 @@ def merge_states(state: Any, rank_state: Any, name: str) -> Any:
     if state == rank_state:
         return state
     if isinstance(state, dict) and isinstance(rank_state, dict):
-        merged = dict(state)
-        for key, value in rank_state.items():
-            merged[key] = merge_states(state[key], value, f"{name}/{key}") if key in state else value
-        return merged
+        common = {key: merge_states(state[key], rank_state[key], f"{name}/{key}") for key in state.keys() & rank_state}
+        return {**state, **rank_state, **common}
     raise CheckpointError(f"{name}: the ranks have different values, {state!r} and {rank_state!r}, of one thing")
