@@ -271,6 +271,8 @@ def unpack(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         arguments["items"] = [unpack(item, tensor, depth + 2) for item in arguments["items"]]
     elif "name" in arguments:
         arguments["name"] = tensor(arguments["name"])
+        if kind == "tensor":
+            return arguments["name"]
     elif kind == "scalar":
         arguments["value"] = unpack(arguments["value"], _no_tensor, depth + 1)
     try:
@@ -325,7 +327,7 @@ VALUE: Fields = {"value": str}
 ITEMS: Fields = {"items": list}
 FORMER = "str bytearray complex device set frozenset range slice defaultdict".split()  # kinds that easymp 0.1 wrote
 READERS: dict[str, tuple[Fields, Callable[..., Any]]] = {  # kind → its fields, and what is made of them
-    "tensor": (NAME, lambda name: name),
+    "tensor": (NAME, str),  # `unpack` returns the tensor of that name
     "array": (NAME, lambda name: name.numpy() if isinstance(name, Tensor) else name),
     "scalar": ({"dtype": str, "value": object}, _scalar),
     "int": (VALUE, _hex),

@@ -31,21 +31,17 @@ def run_save_hooks(
         return run_on_rank_0(world, lambda: local.list(name), NOT_BEGUN)
 
     previous = content()
-    folder = HookFolder(world, local, name)
-    try:
-        weights = [model.state_dict() for model in models]
-        indices = _run(world, hooks, weights, lambda hook, items: hook(list(models), items, folder.path))
+    with ExitStack() as cleanup:
+        folder = make_folder(world, local, name, cleanup)
+        path, weights = local.local_path(folder), [model.state_dict() for model in models]
+        indices = _run(world, hooks, weights, lambda hook, items: hook(list(models), items, path))
         (indices,) = world.broadcast_objects([indices])
-        extra = folder.collect()
         if content() != previous:
             raise CheckpointError(
                 f"a hook wrote to {join(storage.root, name)}, which the save replaces: let it write to the output_dir "
                 "that it is given"
             )
-        return indices, extra
-    except BaseException:
-        folder.close()
-        raise
+        return indices, collect_files(world, local, folder, cleanup)
 
 
 def run_load_hooks(world: World, hooks: Hooks, models: Sequence[Any], folder: str) -> list[int]:
@@ -70,76 +66,68 @@ def _run(world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, 
     return [index[id(item)] for item in remaining if id(item) in index]
 
 
-class HookFolder:
-    """An empty folder `path` of this rank, beside the checkpoint."""
+def make_folder(world: World, storage: LocalStorage, checkpoint: str, cleanup: ExitStack) -> str:
+    """Make an empty folder of this rank, beside the checkpoint. `cleanup` removes it."""
+    check_name(checkpoint)
+    owner = f"{checkpoint}.hooks"
 
-    def __init__(self, world: World, storage: LocalStorage, checkpoint: str) -> None:
-        check_name(checkpoint)
-        self._world, self._storage, self._cleanup = world, storage, ExitStack()
-        try:
-            parent = run_on_rank_0(world, lambda: self._make_parent(f"{checkpoint}.hooks"), NOT_BEGUN)
-            self._rank_folder = f"{parent}/{world.rank:05d}"
-            self._folder = f"{self._rank_folder}/{checkpoint}"
-            self._cleanup.callback(remove_leftover, storage, self._rank_folder)
-            run_on_all(world, lambda: storage.make(self._folder), NOT_BEGUN)
-            self.path = storage.local_path(self._folder)
-        except BaseException:
-            self.close()
-            raise
-
-    def _make_parent(self, owner: str) -> str:
-        """On rank 0, make and lock the parent folder of all ranks' hook folders."""
-        storage = self._storage
-        self._cleanup.callback(acquire(storage, owner).release)
+    def make_parent() -> str:
+        cleanup.callback(acquire(storage, owner).release)
         for leftover in folders.leftovers_of(storage.list(), owner):
             remove_leftover(storage, leftover)
         name = folders.temporary_name(owner)
         storage.make(name)
-        self._cleanup.callback(remove_leftover, storage, name)
+        cleanup.callback(remove_leftover, storage, name)
         return name
 
-    def collect(self) -> ExtraFiles:
-        """Collect the files of all ranks' hooks. A file that several ranks wrote with equal bytes is kept once."""
-        world, storage = self._world, self._storage
-        by_rank = run_on_all(world, lambda: dict(self._sizes()), NOT_BEGUN)
-        holders: dict[str, list[int]] = {}
-        for rank, sizes in enumerate(by_rank):
-            for name in sizes:
-                holders.setdefault(name, []).append(rank)
-        check_extra(holders, ())
-        files = {n: SourceFile(storage, f"{self._folder}/{n}", size) for n, size in by_rank[world.rank].items()}
-        if shared := {name: ranks for name, ranks in holders.items() if len(ranks) > 1}:
-            digests = run_on_all(world, lambda: {n: _digest(files[n]) for n in shared if n in files}, NOT_BEGUN)
-            for name, ranks in shared.items():
-                if differing := [rank for rank in ranks if digests[rank][name] != digests[ranks[0]][name]]:
-                    raise CheckpointError(
-                        f"the hooks of ranks {ranks[0]} and {differing[0]} wrote {name} with different bytes: write it "
-                        "where accelerator.is_main_process, or put accelerator.process_index into its name"
-                    )
-        own_files = {name: file for name, file in files.items() if holders[name][0] == world.rank}
-        return ExtraFiles(own_files, tuple(holders), self.close)
+    rank_folder = f"{run_on_rank_0(world, make_parent, NOT_BEGUN)}/{world.rank:05d}"
+    cleanup.callback(remove_leftover, storage, rank_folder)
+    run_on_all(world, lambda: storage.make(f"{rank_folder}/{checkpoint}"), NOT_BEGUN)
+    return f"{rank_folder}/{checkpoint}"
 
-    def _sizes(self) -> Iterator[tuple[str, int]]:
-        for name in self._storage.list(self._rank_folder):
-            if f"{self._rank_folder}/{name}" != self._folder:
+
+def collect_files(world: World, storage: LocalStorage, folder: str, cleanup: ExitStack) -> ExtraFiles:
+    """Collect the files in all ranks' folders. A file that several ranks wrote with equal bytes is kept once."""
+    by_rank = run_on_all(world, lambda: dict(_sizes(storage, folder)), NOT_BEGUN)
+    holders: dict[str, list[int]] = {}
+    for rank, sizes in enumerate(by_rank):
+        for name in sizes:
+            holders.setdefault(name, []).append(rank)
+    check_extra(holders, ())
+    files = {n: SourceFile(storage, f"{folder}/{n}", size) for n, size in by_rank[world.rank].items()}
+    if shared := {name: ranks for name, ranks in holders.items() if len(ranks) > 1}:
+        digests = run_on_all(world, lambda: {n: _digest(files[n]) for n in shared if n in files}, NOT_BEGUN)
+        for name, ranks in shared.items():
+            if differing := [rank for rank in ranks if digests[rank][name] != digests[ranks[0]][name]]:
                 raise CheckpointError(
-                    f"a hook wrote {name} beside the folder that it was given, where it would be lost: let it write to "
-                    "output_dir, or to a place that is not derived from it"
+                    f"the hooks of ranks {ranks[0]} and {differing[0]} wrote {name} with different bytes: write it "
+                    "where accelerator.is_main_process, or put accelerator.process_index into its name"
                 )
+    own_files = {name: file for name, file in files.items() if holders[name][0] == world.rank}
+    return ExtraFiles(own_files, tuple(holders), cleanup.pop_all().close)
 
-        def fail(error: OSError) -> None:
-            raise error
 
-        for folder, subfolders, files in os.walk(self.path, onerror=fail):
-            for path in (os.path.join(folder, name) for name in (*subfolders, *files)):
-                status, name = os.lstat(path), os.path.relpath(path, self.path).replace(os.sep, "/")
-                if stat.S_ISREG(status.st_mode):
-                    yield name, status.st_size
-                elif not stat.S_ISDIR(status.st_mode):
-                    raise CheckpointError(f"a hook made {name}, a link or a device: let it write a file")
+def _sizes(storage: LocalStorage, folder: str) -> Iterator[tuple[str, int]]:
+    """The files below a hook's folder, and their bytes."""
+    rank_folder, _, checkpoint = folder.rpartition("/")
+    for name in storage.list(rank_folder):
+        if name != checkpoint:
+            raise CheckpointError(
+                f"a hook wrote {name} beside the folder that it was given, where it would be lost: let it write to "
+                "output_dir, or to a place that is not derived from it"
+            )
 
-    def close(self) -> None:
-        self._cleanup.close()
+    def fail(error: OSError) -> None:
+        raise error
+
+    root = storage.local_path(folder)
+    for parent, subfolders, files in os.walk(root, onerror=fail):
+        for path in (os.path.join(parent, name) for name in (*subfolders, *files)):
+            status, name = os.lstat(path), os.path.relpath(path, root).replace(os.sep, "/")
+            if stat.S_ISREG(status.st_mode):
+                yield name, status.st_size
+            elif not stat.S_ISDIR(status.st_mode):
+                raise CheckpointError(f"a hook made {name}, a link or a device: let it write a file")
 
 
 def verified_folder(world: World, storage: Storage, checkpoint: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -30,7 +31,6 @@ from .manifest import (
     Shape,
     StoredTensor,
     contiguous_runs,
-    full_box,
     overlap,
     span,
     split_box,
@@ -108,6 +108,10 @@ class CheckpointReader:
         tree = self.manifest.states[name]
         return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.read_tensor)
 
+    def states(self, names: Iterable[str]) -> dict[str, Any]:
+        """The states under those of these names that the checkpoint has."""
+        return unpack({name: self.manifest.states[name] for name in names if name in self}, self.read_tensor)
+
     def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""
         names = []
@@ -143,7 +147,7 @@ class CheckpointReader:
         """A new tensor, which `run` fills."""
         stored = self.stored(name)
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        self._requests.append(ReadRequest(stored, full_box(stored.shape), tensor))
+        self._requests.append(ReadRequest(stored, Box((0,) * tensor.ndim, stored.shape), tensor))
         return tensor
 
     def fill(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
@@ -416,7 +420,7 @@ def read_all(files: Files, reads: Iterable[FileRead], tick: Tick = ignore) -> No
     stage = aligned(max(min(sum(sizes), STAGE), *sizes)) if sizes else torch.empty(0, dtype=torch.uint8)
     with torch.no_grad():
         for name, in_file in by_file.items():
-            in_file.sort(key=lambda read: read.begin)
+            in_file.sort(key=attrgetter("begin"))
             for batch in _batches(in_file, stage.numel()):
                 _read_batch(files[name], batch, stage, tick)
 
@@ -436,7 +440,7 @@ def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage:
         for begin, count in read.runs:
             targets.append((begin, memory[position : position + count]))
             position += count
-    targets.sort(key=lambda target: target[0])
+    targets.sort(key=itemgetter(0))
     file.fetch(targets, tick)
     for read, buffer in zip(batch, buffers):
         if read.staged_shape is not None:

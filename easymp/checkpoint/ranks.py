@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from ..distributed import World
 from ..distributed.mailbox import POLL, Mailbox, Watch

@@ -195,13 +195,13 @@ class RunState:
         on_cpu = [f"{threads} thread{'s' if threads > 1 else ''}"] if run.world.device.type == "cpu" else []
         return {
             # Whether the loss scaler skipped each optimizer's last step, which schedules may ask for after the save.
-            "steps": {"skipped": [optimizer.step_was_skipped for optimizer in prepared.optimizers]},
+            "state/steps": {"skipped": [optimizer.step_was_skipped for optimizer in prepared.optimizers]},
             # These tell models of one shape apart.
-            "models": {
+            "state/models": {
                 "modules": [identity.modules for identity in identities],
                 "first weights": [identity.first_weights for identity in identities],
             },
-            "run": {
+            "state/run": {
                 "accumulation": run.window.accumulation,
                 "precision": run.precision.name,
                 "iteration": run.project.iteration,
@@ -209,43 +209,40 @@ class RunState:
                 # Facts besides the plan that decide the order of sums.
                 "arithmetic": [f"torch {torch.__version__}", *on_cpu],
             },
-            "epochs": self._epochs.state_dict(),
-            "each_update": [scheduler.each_update for scheduler in prepared.schedulers],
+            "state/epochs": self._epochs.state_dict(),
+            "state/each_update": [scheduler.each_update for scheduler in prepared.schedulers],
         }
 
     def collect(self, into: Snapshot) -> None:
         if into.rank == 0:
             for name, state in self._states().items():
-                into.add(f"state/{name}", state)
+                into.add(name, state)
 
     def restore(self, source: CheckpointReader) -> Callable[[], None]:
-        live_states = self._states()
-        saved: dict[str, Any] = {}
-        for name, live in live_states.items():
-            path = f"state/{name}"
-            if path not in source:
-                if name not in ("models", "each_update"):
-                    source.complain(f"the checkpoint has no {path}")
-                continue
-            saved[name] = source.state(path)
-            check_like(path, saved[name], live)
-            facts = live.items() if isinstance(live, dict) else ()
-            lacking = [key for key, value in facts if value is not None and saved[name].get(key) is None]
+        live = self._states()
+        saved = source.states(live)
+        for path in ("state/steps", "state/run", "state/epochs"):
+            if path not in saved:
+                source.complain(f"the checkpoint has no {path}")
+        for path, state in saved.items():
+            check_like(path, state, live[path])
+            facts = live[path].items() if isinstance(state, dict) else ()
+            lacking = [key for key, value in facts if value is not None and state.get(key) is None]
             if lacking and lacking != ["arithmetic"]:  # which easymp 0.1 did not write
                 raise CheckpointError(f"{path} lacks {', '.join(lacking)}: load another checkpoint")
-        if fault := _order_fault(saved.get("models", {}), live_states["models"]):
+        if fault := _order_fault(saved.get("state/models", {}), live["state/models"]):
             source.complain(fault)
 
         def load() -> None:
             run = self._run
-            for optimizer, skipped in zip(run.prepared.optimizers, saved.get("steps", {}).get("skipped", ())):
+            for optimizer, skipped in zip(run.prepared.optimizers, saved.get("state/steps", {}).get("skipped", ())):
                 run.scaler.set_skipped(optimizer.optimizer, skipped)
-            if "run" in saved:
-                run.project.iteration = saved["run"]["iteration"]
-                _log_differences(saved["run"], live_states["run"], run.world.rank)
-            if "epochs" in saved and self._with_data:
-                self._epochs.load_state_dict(saved["epochs"])
-            for scheduler, each_update in zip(run.prepared.schedulers, saved.get("each_update", ())):
+            if "state/run" in saved:
+                run.project.iteration = saved["state/run"]["iteration"]
+                _log_differences(saved["state/run"], live["state/run"], run.world.rank)
+            if "state/epochs" in saved and self._with_data:
+                self._epochs.load_state_dict(saved["state/epochs"])
+            for scheduler, each_update in zip(run.prepared.schedulers, saved.get("state/each_update", ())):
                 scheduler.each_update = each_update
                 if each_update and any(scheduler.behind):
                     scheduler.step()

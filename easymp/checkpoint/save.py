@@ -473,7 +473,6 @@ class Save:
         sizes = [file.size for file in self._own_files] + [file.size for file in self.extra.files.values()]
         expect(self.tick, sum(sizes))
         for file in self._own_files:
-            self._count(0)
             name = f"{folder}/{file.name}"
             content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
             try:

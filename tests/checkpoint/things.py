@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from easymp import CheckpointError
 from easymp.checkpoint.folders import NO_FILES, ExtraFiles, find_newest, open_manifest
-from easymp.checkpoint.hooks import HookFolder, verified_folder
+from easymp.checkpoint.hooks import collect_files, make_folder, verified_folder
 from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import Box
@@ -101,18 +102,16 @@ def save(root, seed, step=None, hooked=False, anew=False, **options):
 
 
 def of_a_hook(save_target: Target, seed: int) -> ExtraFiles:
-    folder = HookFolder(single_world(), save_target.storage, save_target.name)
-    try:
-        storage = LocalStorage(folder.path)
-        storage.make("a/b")
-        for name in HOOKED:
-            storage.put(name, [bytes([seed]) * 5000], 5000)
-        return folder.collect()
-    except BaseException as error:
-        folder.close()
-        if isinstance(error, OSError):  # the hook's own
+    storage, ranks = save_target.storage, single_world()
+    with ExitStack() as cleanup:
+        folder = make_folder(ranks, storage, save_target.name, cleanup)
+        try:
+            storage.make(f"{folder}/a/b")
+            for name in HOOKED:
+                storage.put(f"{folder}/{name}", [bytes([seed]) * 5000], 5000)
+            return collect_files(ranks, storage, folder, cleanup)
+        except OSError as error:  # the hook's own
             raise CheckpointError(str(error)) from error
-        raise
 
 
 HOOKED = ("a/b/one.bin", "a/.two")
