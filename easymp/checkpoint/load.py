@@ -93,7 +93,7 @@ class CheckpointReader:
         self._reread = reread  # whether live tensors are filled by a second read, else from copies
         self._tick: Tick = ignore
         self._requests: list[ReadRequest] = []
-        self._live_requests: list[ReadRequest] = []
+        self._live_reads: list[FileRead] = []
         self._requested: set[str] = set()  # names of states
         self._masters: dict[str, str] | None = None
 
@@ -110,7 +110,9 @@ class CheckpointReader:
 
     def states(self, names: Iterable[str]) -> dict[str, Any]:
         """The states under those of these names that the checkpoint has."""
-        return unpack({name: self.manifest.states[name] for name in names if name in self}, self.read_tensor)
+        trees = {name: self.manifest.states[name] for name in names if name in self}
+        states: dict[str, Any] = unpack(trees, self.read_tensor)
+        return states
 
     def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""
@@ -163,8 +165,9 @@ class CheckpointReader:
                     live = live.narrow(dim, 0, 1)
             requests.append(ReadRequest(self.stored(name), Box(box.offset, tuple(live.shape)), live))
         if self._reread:
-            self._live_requests += requests
-            return lambda: self._fill_again(requests)
+            reads = plan_reads(requests)
+            self._live_reads += reads
+            return lambda: self._fill_again(reads)
         copies = [r._replace(target=torch.empty(r.box.shape, dtype=r.stored.dtype)) for r in requests]
         self._requests += copies
 
@@ -177,24 +180,22 @@ class CheckpointReader:
 
     def run(self, tick: Tick = ignore) -> None:
         """Read and verify what was requested."""
-        reads, live_reads = plan_reads(self._requests), plan_reads(self._live_requests)
+        reads, live_reads = plan_reads(self._requests), self._live_reads
         self._tick = tick
-        read_twice = self._live_requests  # verified here, then read again into live tensors
-        expect(tick, sum(r.target.nbytes for r in (*self._requests, *read_twice, *read_twice)))
+        expect(tick, sum(read.target.nbytes for read in (*reads, *live_reads, *live_reads)))
         read_all(self._files, reads, tick)
         verified = blocks_of(reads)
-        for name, blocks in blocks_of(live_reads).items():
+        for name, blocks in blocks_of(live_reads).items():  # verified here, then read again into live tensors
             if unverified := sorted(blocks - verified.get(name, set())):
                 self._files[name].verify(tick, unverified)
         self._requests.clear()
-        self._live_requests.clear()
 
-    def _fill_again(self, requests: Sequence[ReadRequest]) -> None:
+    def _fill_again(self, reads: Sequence[FileRead]) -> None:
         try:
-            read_all(self._files, plan_reads(requests), self._tick)
+            read_all(self._files, reads, self._tick)
         finally:
-            for request in requests:  # autograd did not see the writes, and fp32 masters compare versions
-                torch.autograd.graph.increment_version(request.target)
+            for read in reads:  # autograd did not see the writes, and fp32 masters compare versions
+                torch.autograd.graph.increment_version(read.target)
 
 
 def load_checkpoint(

@@ -315,9 +315,8 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
         folders = ["/".join(name.split("/")[:count]) for count in range(1, name.count("/") + 1)]
         if not all(map(_is_portable, name.split("/"))) or len(name.encode()) > LONGEST_PATH:
             raise CheckpointError(
-                f"the file {name!r:.300} of a hook has no name that every file system takes: use words of letters, "
-                "digits "
-                f'and most signs (not \\ : * ? " < > |), with / between them, of at most {LONGEST_PATH} bytes'
+                f"the file {name!r:.300} of a hook has no name that every file system takes: use letters, digits and "
+                f'most signs (not \\ : * ? " < > |), with / between words, of at most {LONGEST_PATH} bytes'
             )
         if name.partition("/")[0].casefold() in reserved:
             raise CheckpointError(

@@ -377,7 +377,7 @@ class Saves:
             raise error
 
     def close(self) -> None:
-        """Wait at the end of the run; a run that ends with an error waits only for ranks with a heartbeat."""
+        """Wait at the end of the run; a run that ends with an error waits only for ranks that answer."""
         is_failing = failing()
         if is_failing and self._meeting is not None:
             self._meeting.hurried = True
