@@ -255,6 +255,30 @@ def test_processes_of_a_cpu(tmp_path: Path, capsys: Any, on_machine: Any) -> Non
     assert code == 2 and "the plan trains on cpu, and --for 8xH100 does not say its memory" in record["sentence"]
 
 
+OF_ACCELERATE = """
+import torch
+from easymp.compat.accelerate import Accelerator
+
+acc = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 2)
+model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for _ in range(3):
+    acc.backward(model(torch.ones(3, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if acc.is_main_process:
+        acc.save_state("checkpoint")
+acc.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_of_accelerate(tmp_path: Path, capsys: Any) -> None:
+    code, record = rehearse(capsys, tmp_path, OF_ACCELERATE, "--processes", "2", "--ranks", "0,1")
+    assert (code, record["verdict"]) == (0, "it would run"), record["sentence"]
+    assert not (tmp_path / "checkpoint").exists()
+
+
 def test_wrong_words(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "train.py").write_text("")
     for arguments, sentence in (
