@@ -125,7 +125,8 @@ def remedy(storage: Storage, in_block: bool, in_force: Collection[str], world: i
         return "strategy='zero1'", spread
     if storage.kind == "gradients" and "optimizer_in_backward" not in in_force:
         return ("strategy='fsdp'", spread) if spread and not sharded else ("optimizer_in_backward=True", storage.size)
-    if storage.kind != "activations" or "activation_offload" in in_force:
+    is_copy = storage.operation.startswith("_to_copy")  # autocast's, of a weight
+    if storage.kind != "activations" or is_copy or "activation_offload" in in_force:
         return "", 0
     if any(name in storage.operation for name in LOSSES):
         return "easymp.nn.linear_cross_entropy", storage.size

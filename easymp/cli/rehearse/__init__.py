@@ -264,5 +264,6 @@ def show(record: Mapping[str, Any]) -> None:
         waits = f"In it the host waits for the device, which takes time: {places}. " if places else ""
         if first["device"] == "cpu" and not first["plan"]["device"]["value"].startswith("cpu"):
             waits = NO_DEVICE
-        print(wrap(f"\n{batch}{waits}Rehearsed in {duration(record['seconds'])}."))
+        closing = f"{batch}{waits}Rehearsed in {duration(record['seconds'])}."
+        print(f"\n{wrap(closing)}")
     print(headline(record["sentence"], CODES.index(record["verdict"])))
