@@ -104,6 +104,7 @@ PARTS = PartRegistry(
         "nonfinite": ("parts.nonfinite:Nonfinite", "answers to numbers that are not finite", ""),
         "replicas": ("parts.replicas:Replicas", "compares the ranks' parameters", "replica_check"),
         "gc": ("parts.gc:GarbageCollection", "collects garbage at every 500th update", "gc"),
+        "out_of_memory": ("parts.out_of_memory:OutOfMemory", "lists what fills a device that is out of memory", ""),
         "record": ("trackers.recorder:Recorder", "writes down a run for easymp compare", ""),
         "console": ("trackers.console:Console", "shows a running training", "log_with"),
         "replay": ("parts.ring:UpdateRing", "keeps the last updates for easymp replay", "replay"),

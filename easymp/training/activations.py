@@ -24,6 +24,7 @@ from ..logging import get_logger
 from ..protocols import Precision
 from ..strategies.batchnorm import SyncBatchNorm
 from ..strategies.transforms import Recompute, find_recomputed, recompute
+from .peak import Places, Storage, largest
 
 logger = get_logger(__name__)
 
@@ -36,6 +37,7 @@ class Activations(NamedTuple):
     plain: int  # bytes, if nothing were recomputed
     blocks: int  # parts that are recomputed
     of: int  # parts that may be
+    largest: Sequence[dict[str, Any]] = ()  # at the peak, as `peak.largest` tells them
 
     def __str__(self) -> str:
         less = f"{size(self.bytes)} of activations instead of {size(self.plain)}"
@@ -76,7 +78,7 @@ def count_activations(
     if recomputed and recomputed.below is not None:
         blocks = min(parts, bisect_left(range(parts), True, key=lambda number: follow(number).peak <= available))
     alive = follow(blocks)
-    return Activations(alive.peak, alive.copies, follow(0).peak, blocks, parts)
+    return Activations(alive.peak, alive.copies, follow(0).peak, blocks, parts, alive.largest)
 
 
 def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -103,6 +105,7 @@ class Alive(NamedTuple):
     kept: int  # after forward
     peak: int  # in forward or backward
     copies: int  # how much higher the peak is with these copies
+    largest: Sequence[dict[str, Any]] = ()  # tensors at the peak
 
 
 def follow_step(
@@ -130,6 +133,9 @@ def follow_step(
     current_bytes = {True: 0, False: 0}  # bytes of copies of weights, and of all else
     alive, with_copies = [0], [0]  # bytes of all else, and with copies, after each new storage
     born = weakref.WeakKeyDictionary[Any, int]()  # storage → its place in these
+    places = Places()
+    records: list[tuple[int, Storage]] = []  # with the place of each
+    freed_at: dict[int, int] = {}  # place of a storage → how many had been born when it was freed
     weights = weakref.WeakSet[Any]()
 
     def twin(leaf: Any) -> Any:
@@ -141,15 +147,20 @@ def follow_step(
             return nn.Parameter(fake, leaf.requires_grad)
         return fake.requires_grad_().clone() if leaf.requires_grad else fake  # a leaf would stay in the graph
 
-    def freed(copied: bool, number: int) -> None:
+    def freed(copied: bool, number: int, place: int) -> None:
         current_bytes[copied] -= number
+        freed_at[place] = len(alive)
 
-    def note(leaf: Any, copied: bool = False) -> None:
+    def note(leaf: Any, copied: bool = False, operation: str = "") -> None:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             storage = leaf.untyped_storage()
             if storage not in born and storage not in weights:
                 born[storage] = len(alive)
-                weakref.finalize(storage, freed, copied, storage.nbytes())
+                weakref.finalize(storage, freed, copied, storage.nbytes(), len(alive))
+                if not copied:
+                    dtype = str(leaf.dtype).removeprefix("torch.")
+                    facts = storage.nbytes(), "activations", tuple(leaf.shape), dtype, operation
+                    records.append((len(alive), Storage(*facts, *places.here())))
                 current_bytes[copied] += storage.nbytes()
                 alive.append(current_bytes[False])
                 with_copies.append(sum(current_bytes.values()))
@@ -159,7 +170,7 @@ def follow_step(
             result = func(*args, **(kwargs or {}))
             copied = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in weights
             for leaf in leaves(result):
-                note(leaf, copied)
+                note(leaf, copied, func.__name__)
             return result
 
     seen: Any = Seen  # its constructor has no types in torch
@@ -172,6 +183,7 @@ def follow_step(
         for i in range(born.get(storage, len(alive)), len(alive)):
             alive[i] -= storage.nbytes()
             with_copies[i] -= storage.nbytes()
+        freed_at[born.get(storage, 0)] = -1
         parameter.grad = None
 
     try:
@@ -192,7 +204,8 @@ def follow_step(
                 note(leaf)
             leaf = None
             with torch.enable_grad():
-                with seen(), torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
+                places.name_modules([shapes])
+                with places, seen(), torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
                     outputs = shapes(*args, **kwargs)
                 ends = [t.sum().real for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
                 del args, kwargs, outputs, shapes  # from here on only the graph holds activations
@@ -201,7 +214,7 @@ def follow_step(
                     end = sum(ends[1:], ends[0])
                     one = torch.ones_like(end)
                     weights.add(one.untyped_storage())  # which is not counted
-                    with seen():
+                    with places, seen():
                         end.backward(one)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
@@ -209,4 +222,6 @@ def follow_step(
             f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: "
             f"{reason}): check the sample, or leave the sample out"
         ) from error
-    return Alive(kept_bytes, max(alive), max(with_copies) - max(alive))
+    top = alive.index(max(alive))
+    at_peak = [record for place, record in records if place <= top < freed_at.get(place, len(alive))]
+    return Alive(kept_bytes, max(alive), max(with_copies) - max(alive), largest(at_peak, places))

@@ -75,6 +75,8 @@ class Memory:
         activations: what forward keeps for backward, and gradients of these, at the peak; None where no sample was
             given.
         notes: figures that are approximate, or not counted.
+        largest: the ten largest activations at the peak, each with its bytes, shape and module, and the word that
+            removes it.
 
     Example:
         >>> need = easymp.memory.estimate(nn.Linear(2, 1), optimizer="sgd")
@@ -95,6 +97,7 @@ class Memory:
     reducing: int
     activations: int | None
     notes: tuple[str, ...] = ()
+    largest: tuple[dict[str, Any], ...] = ()
 
     @property
     def rows(self) -> dict[str, int]:
@@ -116,7 +119,8 @@ class Memory:
         pairs = {row: (getattr(self, row), getattr(second, row)) for row in ROWS}
         sums = {row: None if None in pair else sum(pair) for row, pair in pairs.items()}
         notes = tuple(dict.fromkeys(self.notes + second.notes))
-        return replace(self, **sums, notes=notes)  # type: ignore[arg-type]
+        rows = sorted(self.largest + second.largest, key=lambda row: -row["bytes"])[:10]
+        return replace(self, **sums, notes=notes, largest=tuple(rows))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         ranks = f"{self.world} ranks" if self.world > 1 else "one rank"
@@ -127,7 +131,7 @@ class Memory:
         return "\n".join([f"{self.strategy}, {self.precision}, {ranks}; a rank needs", *lines, *self.notes])
 
 
-ROWS = tuple(f.name for f in fields(Memory)[3:-1])
+ROWS = tuple(f.name for f in fields(Memory)[3:-2])
 
 
 def estimate(
@@ -237,8 +241,9 @@ def estimate(
     else:
         notes.append("from a count alone: weights that are gathered at a time are not counted")
     sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())
+    rows: tuple[dict[str, Any], ...] = ()
     if isinstance(activations, Memory):
-        sums["copies"] = min(sums["copies"], activations.copies)
+        sums["copies"], rows = min(sums["copies"], activations.copies), activations.largest
         activations = activations.activations
     if activations is None and sample is not None:
         checkpointing: Any = activation_checkpointing
@@ -246,7 +251,7 @@ def estimate(
         below = recomputed.below if recomputed else None
         spare = (below or 0) - sum(sums.values())
         counted = count_activations(module, policy, sample, recomputed, spare, activation_offload)
-        activations = -(-counted.bytes // (share := getattr(read, "context_parallel", 1)))
+        activations, rows = -(-counted.bytes // (share := getattr(read, "context_parallel", 1))), tuple(counted.largest)
         if recomputed:  # recomputation frees copies, too
             sums["copies"] = min(sums["copies"], counted.copies)
         if share > 1:
@@ -258,7 +263,7 @@ def estimate(
     elif activation_offload:
         notes.append("activations that forward keeps are in the host's memory")
     sums["activations"] = activations  # type: ignore[assignment]
-    return Memory(kind.name, policy.name, world, **sums, notes=tuple(notes))
+    return Memory(kind.name, policy.name, world, **sums, notes=tuple(notes), largest=rows)
 
 
 REMOVED = {

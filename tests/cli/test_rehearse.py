@@ -288,3 +288,57 @@ def test_wrong_words(tmp_path: Path, capsys: Any) -> None:
     ):
         assert main(["rehearse", str(tmp_path / "train.py"), *arguments]) == 2
         assert sentence in capsys.readouterr().err
+
+
+GPT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from easymp import Accelerator
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+acc = Accelerator(cpu=True, mixed_precision="fp32", log_with="none")
+model = nn.Sequential(nn.Embedding(2000, 64), *(Block() for _ in range(3)), nn.Linear(64, 2000))
+optimizer = torch.optim.AdamW(model.parameters())
+data = TensorDataset(torch.randint(2000, (8, 128)))
+model, optimizer, loader = acc.prepare(model, optimizer, DataLoader(data, batch_size=8))
+for (x,) in loader:  # one update
+    loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+    acc.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_the_largest_tensors_at_the_peak_are_named_with_the_word_that_removes_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("gpt.py").write_text(GPT)
+
+    def rehearse(*arguments: str) -> dict[str, Any]:
+        assert main(["rehearse", "gpt.py", "--json", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)["ranks"][0]
+
+    rank = rehearse()
+    logits = 8 * 128 * 2000 * 4
+    line = next(i for i, text in enumerate(GPT.splitlines(), 1) if "cross_entropy" in text)
+    rows = [row for row in rank["largest"] if row["bytes"] == logits]
+    assert len(rank["largest"]) == 10 and len(rows) >= 2 and rank["samples"] == 8
+    assert {row["line"] for row in rows} == {f"gpt.py:{line}"}
+    assert {row["remedy"] for row in rows} == {"easymp.nn.linear_cross_entropy"}
+    blocks = [row for row in rank["largest"] if row["of"].split(".")[0] in ("1", "2", "3")]
+    assert blocks and all(row["remedy"] == "activation_checkpointing='blocks'" for row in blocks)
+    recomputed = rehearse("--set", "activation_checkpointing=blocks")
+    assert (
+        recomputed["peak"]
+        <= rank["peak"] - sum(row["saves"] for row in blocks if row["bytes"] == 8 * 128 * 256 * 4) / 2
+    )

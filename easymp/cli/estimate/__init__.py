@@ -36,9 +36,10 @@ from ..terminal import GREEN, MACHINE_HELP, RED, paint, print_json, table, wrap
 
 if TYPE_CHECKING:
     from ...hardware import gpus
+    from ...training import peak
     from . import rows as estimate_rows
 else:  # they import torch
-    modules_at_first_use(globals(), estimate_rows="rows", gpus="..hardware.gpus")
+    modules_at_first_use(globals(), estimate_rows="rows", gpus="..hardware.gpus", peak="..training.peak")
 
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -103,6 +104,10 @@ def run(args: argparse.Namespace) -> int:
         return print_json(_record(model, estimates))
     print(f"{model.name}: {model.parameters:,} parameters, {args.optimizer}\n")
     print(_table(estimates))
+    need = estimates.rows[0].need
+    if need.largest:
+        cells = peak.cells(need.largest, size)
+        print(f"\nThe largest activations at the peak in {need.precision}:\n{table(cells, right={0}, fold=True)}")
     for line in (*estimates.refused, *estimates.notes):
         print(wrap(f"- {line}", "  "))
     print()

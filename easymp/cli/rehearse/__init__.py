@@ -43,8 +43,9 @@ from ..terminal import ended_by_signals, print_json, table, wrap
 
 if TYPE_CHECKING:
     from ...hardware import gpus
+    from ...training import peak
 else:  # they import torch
-    modules_at_first_use(globals(), gpus="..hardware.gpus")
+    modules_at_first_use(globals(), gpus="..hardware.gpus", peak="..training.peak")
 
 STOPPED, ENDED, FAILED, UNKNOWN = "stopped", "ended", "failed", "not known"
 RUNS, FAILS, NOT_REHEARSED = CODES = ("it would run", "it would fail", "not rehearsed")
@@ -255,10 +256,14 @@ def show(record: Mapping[str, Any]) -> None:
         if rows:
             rows.insert(0, ["when", "collective", "ranks", "nodes", "calls", "bytes"])
             print(f"\nCollectives of rank {first['rank']}:\n{table(rows, right={2, 3, 4, 5})}")
+        if first["largest"]:
+            cells = peak.cells(first["largest"], size)
+            print(f"\nThe largest tensors at the peak of rank {first['rank']}:\n{table(cells, right={0}, fold=True)}")
         batch = f"An update reads {first['batch']} samples over all ranks. " if first["batch"] else ""
         places = ", ".join(f"{line} ({number})" for line, number in first["waits"].items())
         waits = f"In it the host waits for the device, which takes time: {places}. " if places else ""
         if first["device"] == "cpu" and not first["plan"]["device"]["value"].startswith("cpu"):
             waits = NO_DEVICE
-        print(wrap(f"\n{batch}{waits}Rehearsed in {duration(record['seconds'])}."))
+        closing = f"{batch}{waits}Rehearsed in {duration(record['seconds'])}."
+        print(f"\n{wrap(closing)}")
     print(headline(record["sentence"], CODES.index(record["verdict"])))

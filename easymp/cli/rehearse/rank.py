@@ -16,10 +16,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ... import distributed, hardware
+from ... import conflicts, distributed, hardware
 from ...base.pytree import find_batch_size, map_leaves
 from ...checkpoint.ranks import SaveCalls
 from ...data import PreparedLoader
@@ -51,6 +51,7 @@ from ...optim import PreparedOptimizer, torch_step
 from ...strategies import meta_init, pipeline_cuts
 from ...trackers import rows
 from ...training import state
+from ...training.peak import Places, Storage, largest
 from ..harness.rank import Runner, Stop, read_task
 from . import ENDED, FAILED, STOPPED, UNKNOWN, device
 from .values import SmallValues
@@ -101,20 +102,13 @@ class Chunks:
         return self._tensor.narrow(self._dim, start, min(self._chunk_size, size - start))
 
 
-@dataclass
-class Storage:
-    """Bytes of a live storage, and their kind."""
-
-    size: int
-    kind: str
-
-
 class Watcher(TorchDispatchMode):
     """Follows storages of the fake tensors of a mode, and collectives of all tensors, with the lines of the script."""
 
     def __init__(self, fakes: FakeTensorMode, device: torch.device, script: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fakes, self.device, self.script = fakes, device, script
+        self.places = Places(script)
         self.values = SmallValues()
         self.live: dict[int, Storage] = {}
         self.allocated = self.peak = self.recorded_peak = 0  # bytes
@@ -131,7 +125,7 @@ class Watcher(TorchDispatchMode):
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor runs operations on its parts, which come here
         if device.waits_for(func, args, kwargs):
-            self.waits.append({"line": self.script_line(), "caller": device.caller(), "phase": self.updates})
+            self.waits.append({"line": self.places.line(), "caller": device.caller(), "phase": self.updates})
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self.values.read(args[0])
         if func in device.STEPS:
@@ -151,7 +145,7 @@ class Watcher(TorchDispatchMode):
                 output = func(*args, **kwargs)
         else:
             output = func(*args, **kwargs)
-        self.follow(output)
+        self.follow(output, operation=func.__name__)
         self.values.compute(func, args, kwargs, output)
         return output
 
@@ -164,15 +158,26 @@ class Watcher(TorchDispatchMode):
 
     # -- storages
 
-    def follow(self, tree: Any, kind: str = "activations") -> None:
-        """Count the storages of new tensors."""
+    def follow(self, tree: Any, operation: str = "") -> None:
+        """Count the storages of new tensors, which are activations until `label` says otherwise."""
+        place = self.places.here()
         for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
             if not isinstance(leaf, FakeTensor) or leaf.fake_mode is not self.fakes:
                 continue
             if leaf.layout == torch.strided and leaf.fake_device.type == self.device.type:
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self.live:
-                    self.live[storage._cdata] = Storage(storage.nbytes(), kind)
+                    name, line, forward = place
+                    self.live[storage._cdata] = Storage(
+                        storage.nbytes(),
+                        "activations",
+                        tuple(leaf.shape),
+                        str(leaf.dtype).removeprefix("torch."),
+                        operation,
+                        name,
+                        line,
+                        forward,
+                    )
                     weakref.finalize(storage, self._freed, storage._cdata)
                     self._allocate(storage.nbytes())
 
@@ -194,17 +199,18 @@ class Watcher(TorchDispatchMode):
             self._allocate(growth)
         return result
 
-    def label(self, tensors: Iterable[Any], kind: str) -> int:
-        """Set the kind of these tensors' storages; returns the bytes of this rank's parts."""
+    def label(self, tensors: Iterable[tuple[str, Any]], kind: str) -> int:
+        """Set the kind and the names of these tensors' storages; returns the bytes of this rank's parts."""
         sizes: dict[int, int] = {}
-        for tensor in tensors:
+        for name, tensor in tensors:
             shard = getattr(tensor, "_local_tensor", tensor)
             shard = getattr(shard, "elem", shard)
             if not shard.is_meta and shard.layout == torch.strided:
                 storage = shard.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
                 if storage._cdata in self.live:
-                    self.live[storage._cdata].kind = kind
+                    record = self.live[storage._cdata]
+                    record.kind, record.name, record.line = kind, name, ""
         return sum(sizes.values())
 
     # -- collectives
@@ -240,15 +246,8 @@ class Watcher(TorchDispatchMode):
     def record(self, kind: str, ranks: Sequence[int], size: int) -> None:
         """Record a collective of some ranks, with the script's line that calls it."""
         group = {"first": ranks[0], "last": ranks[-1], "ranks": len(ranks)}
-        line = self.script_line()
+        line = self.places.line()
         self.collectives.append({"kind": kind, "bytes": size, **group, "line": line, "phase": self.updates})
-
-    def script_line(self) -> str:
-        """The line of the script that runs, as ``train.py:12``; "" outside of it."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != self.script:
-            frame = frame.f_back
-        return f"{Path(self.script).name}:{frame.f_lineno}" if frame is not None else ""
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
@@ -292,13 +291,14 @@ class Rehearsal(Runner):
         self.report: dict[str, Any] = {"rank": rank, "samples": 0, "updates": 0}
         self.report["device"] = self.device.type
         self.gradient_bytes = 0  # in front of a step
+        self.is_new_update = False  # whether the next batch begins one: a script may end before it
 
     def run_script(self) -> dict[str, Any]:
         report = self.report
         backend = "fake" if self.device.type == "cpu" else f"cpu:fake,{device.NAME}:fake"
         dist.init_process_group(backend, store=FakeStore(), rank=self.rank, world_size=self.task["processes"])
         torch.set_num_threads(1)
-        with self.watcher:
+        with self.watcher.places, self.watcher:
             try:
                 self.play()
                 report["end"] = ENDED
@@ -386,6 +386,7 @@ class Rehearsal(Runner):
 
     def preparing(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.watcher.large_are_fake = True
+        self.watcher.places.name_modules(models)
         fakes: dict[int, Tensor] = {}
         initialize = self.run.plan.settings.initialize
         for model in models if any(map(meta_init.on_meta, models)) else ():
@@ -410,7 +411,13 @@ class Rehearsal(Runner):
 
     def batch_ready(self, loader: PreparedLoader, batch: Any) -> Any:
         self.watcher.large_are_fake = True
-        if self.report["updates"] == self.task["updates"] - 1 and torch.is_grad_enabled():
+        if self.is_new_update and torch.is_grad_enabled():
+            self.is_new_update = False
+            self.watcher.places.clear()
+            self.watcher.peak = self.watcher.recorded_peak = 0
+            self.watcher._allocate(0)
+            self.report["samples"] = 0
+        if torch.is_grad_enabled():
             self.report["samples"] += find_batch_size(batch) or 0
 
         def without_values(leaf: Any) -> Any:
@@ -420,7 +427,8 @@ class Rehearsal(Runner):
         return map_leaves(without_values, batch)
 
     def step(self, optimizer: PreparedOptimizer) -> None:
-        gradients = (p.grad for p in self._stepped_parameters() if p.grad is not None)
+        names = self._names()
+        gradients = [(names.get(id(p), ""), p.grad) for p in self._stepped_parameters() if p.grad is not None]
         self.gradient_bytes = max(self.gradient_bytes, self.watcher.label(gradients, "gradients"))
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:
@@ -430,12 +438,17 @@ class Rehearsal(Runner):
             self._update_report()
             if updates >= self.task["updates"]:
                 raise Stop
-            self.watcher.peak = self.watcher.recorded_peak = 0
-            self.watcher._allocate(0)
-            self.report["samples"] = 0
+            self.is_new_update = True
 
     def _stepped_parameters(self) -> list[Tensor]:
         return [p for o in self.run.prepared.optimizers for group in o.param_groups for p in group["params"]]
+
+    def _names(self) -> dict[int, str]:
+        """The name of each parameter, by its id; of several models with the model's number."""
+        models = [route.original for route in self.run.prepared.models]
+        prefixes = [f"{i}." for i in range(len(models))] if len(models) > 1 else [""]
+        pairs = zip(prefixes, models)
+        return {id(p): prefix + name for prefix, model in pairs for name, p in model.named_parameters()}
 
     # -- the report
 
@@ -447,15 +460,23 @@ class Rehearsal(Runner):
             return
         prepared = run.prepared
         models = [route.original for route in prepared.models]
-        parameters = [p for model in models for p in model.parameters()]
-        states = [t for o in prepared.optimizers for t in tree_leaves(list(o.state.values())) if isinstance(t, Tensor)]
-        parameter_ids = {id(p) for p in parameters}
-        masters = [p for p in self._stepped_parameters() if id(p) not in parameter_ids and not p.is_meta]
+        names = self._names()
+        parameters = [(names[id(p)], p) for model in models for p in model.parameters()]
+        buffers = [pair for model in models for pair in model.named_buffers()]
+        states = [
+            (f"{key} of {names.get(id(p), 'a parameter')}", t)
+            for optimizer in prepared.optimizers
+            for p, state in optimizer.state.items()
+            for key, t in state.items()
+            if isinstance(t, Tensor)
+        ]
+        stepped = self._stepped_parameters()
+        masters = [("fp32 masters", p) for p in stepped if id(p) not in names and not p.is_meta]
         sizes = {
             "weights": watcher.label(parameters, "weights"),
-            "buffers": watcher.label((b for model in models for b in model.buffers()), "buffers"),
+            "buffers": watcher.label(buffers, "buffers"),
             "gradients": self.gradient_bytes,
-            "states": watcher.label((t for t in states if t.numel() > 1), "states") + watcher.label(masters, "states"),
+            "states": watcher.label([*((n, t) for n, t in states if t.numel() > 1), *masters], "states"),
         }
         at_peak = dict.fromkeys((*sizes, "communication", "activations"), 0)
         for storage, size in watcher.at_peak:
@@ -467,8 +488,14 @@ class Rehearsal(Runner):
             bytes=sizes,
             at_peak=at_peak,
             peak=watcher.peak,
+            largest=largest(
+                (replace(storage, size=size) for storage, size in watcher.at_peak),
+                watcher.places,
+                {run.plan.strategy.value, *conflicts.words_of(run.plan.settings)},
+                run.world.size,
+            ),
             batch=batch_sizes[0] * run.window.accumulation if batch_sizes else None,
-            checkpoint=checkpoint_bytes([*models, *states], run.world.size),
+            checkpoint=checkpoint_bytes([*models, *(t for _, t in states)], run.world.size),
         )
 
 
