@@ -30,7 +30,7 @@ class OutOfMemory(Part):
     def begin(self) -> None:
         if self.run.world.device.type == "cuda" and not _attached:
             _attached.append(True)
-            torch._C._cuda_attach_out_of_memory_observer(observe)
+            torch._C._cuda_attach_out_of_memory_observer(observe)  # type: ignore[attr-defined]  # torch's stub lacks it
         self.run.parts.remove(self)
 
 
