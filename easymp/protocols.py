@@ -186,6 +186,7 @@ class Strategy:
     Options: ClassVar[type]  # the record of its options, the constructor's second argument
     several: ClassVar[str] = ""  # its use of several processes, in words; "" for one process
     sharded: ClassVar[bool] = False  # no rank holds the whole model; `wrap` gives meta parameters values part by part
+    spreads_states: ClassVar[bool] = False  # each rank keeps its share of the optimizers' states
     splits_layers: ClassVar[bool] = False  # layers compute with parts of their tensors
     local_updates: ClassVar[bool] = False  # ranks update by themselves, and parameters are averaged now and then
     replicated: ClassVar[bool] = True  # plain parameters are equal on all ranks, or will be when averaged

@@ -42,8 +42,8 @@ def observe(device: int, *sizes: int) -> None:
             blocks = blocks_of(torch.cuda.memory._snapshot(), device, named_tensors(run.prepared))
             places = Places()
             places.name_modules(model.original for model in run.prepared.models)
-            in_force = {run.plan.strategy.value, *words_of(run.plan.settings)}
-            table = "\n".join(columns(cells(largest(blocks, places, in_force, run.world.size), size), 6))
+            in_force, strategy = words_of(run.plan.settings), type(run.prepared.strategy)
+            table = "\n".join(columns(cells(largest(blocks, places, in_force, run.world.size, strategy), size), 6))
             logger.error("cuda:%d is out of memory. Its largest tensors:\n%s\n%s", device, table, HISTORY)
 
 

@@ -118,6 +118,7 @@ class FSDP(Single):
     several: ClassVar[str] = "shards a model over processes"
     Options: ClassVar[type] = FSDPOptions
     sharded: ClassVar[bool] = True
+    spreads_states: ClassVar[bool] = True
     conflicts: ClassVar[Sequence[Conflict]] = conflicts_of("fsdp")
     sums = False  # torch keeps its own, in the dtype in which gradients are reduced
 

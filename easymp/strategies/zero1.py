@@ -66,6 +66,7 @@ class ZeRO1(DDP):
     """
 
     name: ClassVar[str] = "zero1"
+    spreads_states: ClassVar[bool] = True
     several: ClassVar[str] = "shards optimizer states over processes"
     conflicts: ClassVar[Sequence[Conflict]] = (
         *DDP.conflicts,

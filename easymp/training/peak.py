@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from ..protocols import Strategy
 from ..strategies.blocks import find_repeated
 
 ROWS = 10
@@ -110,21 +111,23 @@ class Places:
         self._by_number.clear()
 
 
-def remedy(storage: Storage, in_block: bool, in_force: Collection[str], world: int) -> tuple[str, int]:
+def remedy(
+    storage: Storage, in_block: bool, in_force: Collection[str], world: int, strategy: type[Strategy]
+) -> tuple[str, int]:
     """The word that removes a tensor from the peak, and the bytes that it saves; ("", 0) where there is none.
 
     Args:
-        in_force: names of strategy and options that are in force.
+        in_force: names of options that are in force.
         world: ranks that could share it.
+        strategy: by which they train.
     """
-    sharded = bool({"fsdp", "hsdp"} & set(in_force))
-    spread = storage.size - storage.size // world
-    if storage.kind == "weights" and spread and not sharded:
+    spread = 0 if strategy.sharded else storage.size - storage.size // world
+    if storage.kind == "weights" and spread:
         return "strategy='fsdp'", spread
-    if storage.kind == "states" and spread and not sharded and "zero1" not in in_force:
+    if storage.kind == "states" and spread and not strategy.spreads_states:
         return "strategy='zero1'", spread
     if storage.kind == "gradients" and "optimizer_in_backward" not in in_force:
-        return ("strategy='fsdp'", spread) if spread and not sharded else ("optimizer_in_backward=True", storage.size)
+        return ("strategy='fsdp'", spread) if spread else ("optimizer_in_backward=True", storage.size)
     is_copy = storage.operation.startswith("_to_copy")  # autocast's, of a weight
     if storage.kind != "activations" or is_copy or "activation_offload" in in_force:
         return "", 0
@@ -136,12 +139,16 @@ def remedy(storage: Storage, in_block: bool, in_force: Collection[str], world: i
 
 
 def largest(
-    storages: Iterable[Storage], places: Places, in_force: Collection[str] = (), world: int = 1
+    storages: Iterable[Storage],
+    places: Places,
+    in_force: Collection[str] = (),
+    world: int = 1,
+    strategy: type[Strategy] = Strategy,
 ) -> list[dict[str, Any]]:
-    """The ten largest storages, each with its remedy, in JSON's types."""
+    """The ten largest storages, each with its `remedy`, in JSON's types."""
     rows = []
     for storage in sorted(storages, key=lambda storage: -storage.size)[:ROWS]:
-        word, saved = remedy(storage, places.in_block(storage.name), in_force, world)
+        word, saved = remedy(storage, places.in_block(storage.name), in_force, world, strategy)
         facts = {"bytes": storage.size, "kind": storage.kind, "shape": list(storage.shape), "dtype": storage.dtype}
         rows.append({**facts, "of": storage.name, "line": storage.line, "remedy": word, "saves": saved})
     return rows

@@ -491,8 +491,9 @@ class Rehearsal(Runner):
             largest=largest(
                 (replace(storage, size=size) for storage, size in watcher.at_peak),
                 watcher.places,
-                {run.plan.strategy.value, *conflicts.words_of(run.plan.settings)},
+                conflicts.words_of(run.plan.settings),
                 run.world.size,
+                type(prepared.strategy),
             ),
             batch=batch_sizes[0] * run.window.accumulation if batch_sizes else None,
             checkpoint=checkpoint_bytes([*models, *(t for _, t in states)], run.world.size),
