@@ -90,11 +90,13 @@ SPARSE = tuple(
         (UNROUNDED, "gradients of low-precision parameters are summed in fp32, dense ones only", "use bf16"),
     )
 )
-PACKING = Conflict(
-    "dataloader_config.tokens",
-    "pipeline",
-    "it cuts a batch by samples for its stages, and a packed batch is one row",
-    "Use strategy='fsdp', or leave tokens out",
+PACKING = tuple(
+    Conflict("dataloader_config.tokens", other, reason, "Use strategy='fsdp', or leave tokens out")
+    for other, reason in (
+        ("pipeline", "it cuts a batch by samples for its stages, and a packed batch is one row"),
+        ("data_parallel", "it cuts a batch by samples for its devices, and a packed batch is one row"),
+        ("context_parallel", "it cuts sequences, and the documents of a packed one with them"),
+    )
 )
 ROUNDING = Conflict(
     "stochastic_rounding",
@@ -104,7 +106,7 @@ ROUNDING = Conflict(
 )
 # Whether these are in force is known at the call: accumulation can be set later, and a model may have no batch-norm.
 AT_CALL = (ACCUMULATION_AND_JOIN, BATCHNORM_AND_JOIN, MODELS_AND_JOIN, NO_SYNC_AND_JOIN, *ITEMS)
-OPTIONS = (*AT_CALL, *CLOSURES, *SPARSE, PACKING, ROUNDING)
+OPTIONS = (*AT_CALL, *CLOSURES, *SPARSE, *PACKING, ROUNDING)
 
 
 def table() -> list[Conflict]:

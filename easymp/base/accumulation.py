@@ -238,6 +238,13 @@ class UpdateWindow:
                 "backward() of a mean while several loaders are read, one of which packs by tokens=: pass the sum of "
                 "the losses and its num_items, since the loss may be of any of their batches"
             )
+        if self.reading.reads > 1:
+            raise StepError(
+                f"backward() of a mean after {self.reading.reads} batches of a loader that packs by tokens=, each with "
+                "its own number of items: pass the sum of the losses and the batch's num_items, since the loss may be "
+                "of any of them"
+            )
+        self.reading.reads = 0
         return self.reading.items
 
     def _share_of_items(self, items: Tensor, world: Any) -> Any:
@@ -251,7 +258,13 @@ class UpdateWindow:
         """
         if self.joining and world.size > 1:
             self.refuse("backward(num_items=...)", "join_uneven_inputs()")
-        if self.in_accumulate and self.accumulation != 1 and self.backwards:
+        if self.accumulation != 1 and not self.in_accumulate:
+            raise StepError(
+                "backward() with a number of items outside of `with accelerator.accumulate(model):`, under "
+                f"gradient_accumulation_steps={self.accumulation}: where a window begins is not known, so that its "
+                "items cannot be counted. Put forward, backward, step and zero_grad inside the block"
+            )
+        if self.accumulation != 1 and self.backwards:
             self.refuse("backward(num_items=...)", "a second backward() in one micro-step")
         if self.micro <= 1:
             self.counts_items = False  # of a window that was never finished

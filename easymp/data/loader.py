@@ -37,12 +37,14 @@ class PreparedLoader(DataLoader[Any]):
         batch_size: samples per batch on one rank; None if the data set or a batch sampler decides.
         epoch: the epoch being read; between two passes, the next one.
         position: samples of this epoch that all ranks together have received.
+        begin: the position at which the pass began.
         last: whether the current batch is the last one of this rank.
         local_size: samples in the current batch on this rank; None if unknown.
         ended: epoch and position at the end of the last pass.
         finished: passes that began and ended since `replay`, outside of other loaders' passes.
         tokens: at most so many in a batch of one rank, of samples one behind the other; None: by numbers of samples.
         items: ``num_items`` of the current batch where `tokens` is set.
+        reads: batches since the last backward, where `tokens` is set.
 
     Example:
         >>> data = torch.utils.data.DataLoader(range(8), batch_size=4)
@@ -70,11 +72,12 @@ class PreparedLoader(DataLoader[Any]):
         []
     """
 
-    epoch = position = finished = 0
+    epoch = position = begin = finished = 0
     ended: tuple[int, int] | None = None
     last = False
     local_size: int | None = None
     items: Any = None
+    reads = 0
     _pass: object | None = None  # the running pass
     _nested = False  # whether the running pass began inside another loader's
     _next_epoch: int | None = None  # set_epoch, while a pass runs
@@ -299,7 +302,7 @@ class PreparedLoader(DataLoader[Any]):
                 if mark is not None:
                     source.advance(mark)
                 if self.tokens is not None:
-                    self.items = items_of(batch)
+                    self.items, self.reads = items_of(batch, self.tokens), self.reads + 1
                 for change in parts.batch_ready:
                     changed = change(self, batch)
                     batch = batch if changed is None else changed
@@ -372,6 +375,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = False
         self._set_epochs()
         self._pass, self._replays_at_begin = object(), self._replays
+        self.begin, self.reads = self.position, 0
         return self._pass, skip
 
     def _end(self) -> None:
@@ -586,6 +590,7 @@ class SampleTracker:
             return last
         if not continues or begin > loader.position:
             micro_steps = window.micro if window.accumulation != 1 else 1
-            begin = max(0, loader.position - micro_steps * (loader.total_batch_size or loader.position))
+            size = loader.total_batch_size
+            begin = loader.begin if size is None else max(0, loader.position - micro_steps * size)
         self._last = Samples(ref(loader), loader.epoch, begin, loader.position)
         return self._last

@@ -23,12 +23,17 @@ IGNORED = -100  # the label that torch's cross_entropy leaves out
 
 def length_of(sample: Any) -> int:
     """Tokens of a sample: a dict with ``input_ids``, or these by themselves."""
-    return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
+    ids = sample["input_ids"] if isinstance(sample, Mapping) else sample
+    if isinstance(ids, (tuple, str, bytes)):
+        raise TypeError(f"a {type(ids).__name__} is no list of token ids")
+    return len(ids)
 
 
 def measure(dataset: Any, length: Callable[[Any], int] | Sequence[int] | None, world: World) -> Sequence[int]:
     """The lengths of all samples in tokens. Each rank reads its share of the data set once, unless they are given."""
     if length is not None and not callable(length):
+        if isinstance(length, str) or not all(isinstance(number, int) for number in length[:1]):
+            raise BatchError(f"length={length!r:.60} is neither a function nor a list of numbers of tokens")
         if len(length) != len(dataset):
             raise BatchError(
                 f"length= holds {len(length)} lengths, and the data set has {len(dataset)} samples: pass one a sample"
@@ -39,7 +44,7 @@ def measure(dataset: Any, length: Callable[[Any], int] | Sequence[int] | None, w
         try:
             own = [int(measure_sample(dataset[i])) for i in range(world.rank, len(dataset), world.size)]
             error_text = ""
-        except (TypeError, KeyError, IndexError, ValueError) as error:
+        except Exception as error:  # the other ranks wait to hear of it
             own, error_text = [], f"{type(error).__name__}: {error}"
     shares = world.gather_objects((own, error_text))
     if error_text := next((text for _, text in shares if text), ""):
@@ -130,7 +135,7 @@ def pack(samples: Sequence[Any]) -> dict[str, Any]:
             before it is another document's.
 
     Returns:
-        Each field and ``labels``, ``position_ids`` and ``document_ids``, all int64 [1, T] (fields keep their type);
+        ``input_ids``, ``labels``, ``position_ids``, ``document_ids``, all int64 [1, T]; other fields keep their type;
         ``cu_seqlens``, int32 [n + 1], where documents begin, and T; ``max_seqlen``; ``num_items``, the number of labels
         that are not -100.
 
@@ -148,15 +153,9 @@ def pack(samples: Sequence[Any]) -> dict[str, Any]:
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     batch: dict[str, Any] = {}
     for name in documents[0]:
-        fields = [torch.as_tensor(document[name]) for document in documents]
-        wrong = next((f for f, n in zip(fields, lengths.tolist()) if f.ndim == 0 or len(f) != n), None)
-        if wrong is not None:
-            raise BatchError(
-                f"{name!r} of shape {tuple(wrong.shape)} is not as long as its sample's input_ids, so it cannot be "
-                "packed: leave it out of the data set, or pass a collate_fn of your own to the DataLoader"
-            )
-        batch[name] = torch.cat(fields)[None]
-    batch["labels"] = batch["labels"].clone()  # may be the ids
+        batch[name] = torch.cat([field_of(document, name) for document in documents])[None]
+    # Types of unsigned integers have no -100.
+    batch["input_ids"], batch["labels"] = batch["input_ids"].long(), batch["labels"].to(torch.int64, copy=True)
     batch["labels"][0, starts[:-1]] = IGNORED
     document_ids = torch.repeat_interleave(torch.arange(len(documents)), lengths)
     batch["position_ids"] = (torch.arange(len(document_ids)) - starts[document_ids])[None]
@@ -167,11 +166,35 @@ def pack(samples: Sequence[Any]) -> dict[str, Any]:
     return batch
 
 
+def field_of(document: Mapping[str, Any], name: str) -> Tensor:
+    """A field of a document as a tensor of the document's length; BatchError for others."""
+    try:
+        field = torch.as_tensor(document[name])
+        reason = f"of shape {tuple(field.shape)} is not as long as its sample's input_ids"
+        if field.ndim and len(field) == len(document["input_ids"]):
+            return field
+    except KeyError:
+        reason = "is missing in a sample"
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = f"is no tensor ({error})"
+    raise BatchError(
+        f"{name!r} {reason}, so it cannot be packed: leave it out of the data set, or pass a collate_fn of your own to "
+        "the DataLoader"
+    )
+
+
 def collate_of(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`pack` in place of torch's own collate function, which takes samples of one length only; else the script's."""
     return pack if collate_fn is default_collate else collate_fn
 
 
-def items_of(batch: Any) -> int | Tensor | None:
-    """``num_items`` of a batch that is a dict and has it."""
-    return batch.get("num_items") if isinstance(batch, Mapping) else None
+def items_of(batch: Any, tokens: int) -> int | Tensor | None:
+    """``num_items`` of a batch that is a dict and has it. BatchError where documents have grown since `measure`."""
+    if not isinstance(batch, Mapping):
+        return None
+    if "cu_seqlens" in batch and batch["input_ids"].numel() > tokens:
+        raise BatchError(
+            f"a micro-batch has {batch['input_ids'].numel():,} tokens, and at most {tokens:,} were to be (tokens=): "
+            "length= says less than samples have, or the data set draws their lengths. Draw them in the collate_fn"
+        )
+    return batch.get("num_items")

@@ -76,6 +76,8 @@ def prepare_loader(
                 f"split_batches=True divides each batch among {size} processes, and batch_size={batch_size} does not "
                 f"divide: use {multiples}, or leave split_batches out (batch_size is then per process)"
             )
+    if config.length is not None and config.tokens is None:
+        raise BatchError("length= is for tokens=, which is not set: set it, or leave length out")
     if config.tokens is not None:
         _check_packable(loader, sampler, samples_batches, config)
         batch_size = local_batch = None

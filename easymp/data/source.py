@@ -261,7 +261,8 @@ class MapSource:
         budget: cuts the order by tokens; None: by `cut`'s number of samples.
     """
 
-    _counts: tuple[Any, list[int]] | None = None  # epoch, cut and seed, and the micro-batches of each rank by tokens
+    _packed: tuple[int, int, Any] | None = None  # epoch, seed and order, where tokens are counted
+    _counts: tuple[Any, list[int]] | None = None  # epoch, seed and cut, and the micro-batches of each rank by tokens
     _checked = False
     _drawn: list[Any] | None = None  # random states before the current order was drawn, if it is not f(seed, epoch)
     _digest: str | None = None  # of the order of the pass that runs, or was loaded …
@@ -301,13 +302,25 @@ class MapSource:
     def batches(self, rank: int, epoch: int) -> int | None:
         total = length(self._sampler)
         if self._budget is not None and total is not None:
-            if self._counts is None or self._counts[0] != (epoch, self.cut, self.seed):
-                epoch_order: Any = order.draw(self._sampler, mix(self.seed, "order", epoch))
-                self._counts = (epoch, self.cut, self.seed), self._budget.batches(epoch_order, self.cut)
+            key = epoch, self.seed, self.cut
+            if self._counts is None or self._counts[0] != key:
+                self._counts = key, self._budget.batches(self._packed_order(epoch), self.cut)
             return self._counts[1][rank]
         if total is None or self._batch_mode == "split":
             return total
         return (self.cut._replace(batch=1) if self._batch_mode else self.cut).batches(total, rank)
+
+    def _packed_order(self, epoch: int) -> Any:
+        """The order of an epoch, drawn once: it is counted before it is read, and a sampler may have a state."""
+        if self._packed is None or self._packed[:2] != (epoch, self.seed):
+            sampler, present = self._sampler, getattr(self._sampler, "epoch", None)
+            follows_epochs = callable(getattr(sampler, "set_epoch", None)) and present is not None
+            if follows_epochs:
+                sampler.set_epoch(epoch)
+            self._packed = epoch, self.seed, order.draw(sampler, mix(self.seed, "order", epoch))
+            if follows_epochs:
+                sampler.set_epoch(present)
+        return self._packed[2]
 
     def samples(self) -> int | None:
         return None if self._batch_mode else length(self._sampler)
@@ -374,7 +387,10 @@ class MapSource:
         if not self._seeded and length(self._sampler) is not None:
             return self._plain_order(epoch)
         chunk = self.cut.ranks if self._batch_mode else self.cut.global_batch
-        epoch_order = order.draw(self._sampler, mix(self.seed, "order", epoch), chunk)
+        if self._budget is not None:
+            epoch_order = self._packed_order(epoch)
+        else:
+            epoch_order = order.draw(self._sampler, mix(self.seed, "order", epoch), chunk)
         if isinstance(epoch_order, list) and not self._for_all and not self._checked:
             order.check_same_order(epoch_order, self._world)
             self._checked = True

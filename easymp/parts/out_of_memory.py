@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,25 +19,24 @@ from ..training.state import accelerators
 
 logger = get_logger(__name__)
 HISTORY = "torch.cuda.memory._record_memory_history() at the start of the script adds the lines that made them"
-_attached: list[bool] = []  # torch takes an observer for good
 
 
 class OutOfMemory(Part):
     """Logs the largest tensors of a CUDA device that runs out of memory."""
 
     name = "out_of_memory"
+    is_attached: ClassVar[bool] = False  # torch takes an observer for good
 
     def begin(self) -> None:
-        if self.run.world.device.type == "cuda" and not _attached:
-            _attached.append(True)
+        if self.run.world.device.type == "cuda" and not OutOfMemory.is_attached:
+            OutOfMemory.is_attached = True
             torch._C._cuda_attach_out_of_memory_observer(observe)  # type: ignore[attr-defined]  # torch's stub lacks it
         self.run.parts.remove(self)
 
 
 def observe(device: int, *sizes: int) -> None:
     """Log the largest tensors on a device; torch calls it with the sizes of the request and of the device."""
-    for accelerator in accelerators():
-        run = accelerator._run
+    for run in (accelerator._run for accelerator in accelerators()):
         if run.world.device.index == device:
             blocks = blocks_of(torch.cuda.memory._snapshot(), device, named_tensors(run.prepared))
             places = Places()
@@ -67,11 +66,15 @@ def blocks_of(
     snapshot: Mapping[str, Any], device: int, tensors: Iterable[tuple[str, str, Tensor]]
 ) -> Iterator[Storage]:
     """The blocks in use of a snapshot by `torch.cuda.memory._snapshot`: tensors by their addresses, and activations."""
-    known = {local(tensor).untyped_storage().data_ptr(): (kind, name, tensor) for kind, name, tensor in tensors}
+    by_address = {
+        local(tensor).untyped_storage().data_ptr(): (kind, name, tensor)
+        for kind, name, tensor in tensors
+        if tensor.layout == torch.strided
+    }
     for segment in snapshot["segments"]:
         for block in segment["blocks"] if segment["device"] == device else ():
             if block["state"] == "active_allocated":
-                kind, name, tensor = known.get(block["address"], ("activations", "", None))
+                kind, name, tensor = by_address.get(block["address"], ("activations", "", None))
                 frames = (f"{f['filename']}:{f['line']}" for f in block.get("frames", ()) if is_script(f["filename"]))
                 storage = Storage(block["size"], kind, name=name, line=next(frames, ""))
                 if tensor is not None:

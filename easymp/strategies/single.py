@@ -58,6 +58,8 @@ class Single(Strategy):
         self.words = {self.name, *self.option_words(options)}
         size = getattr(options, "context_parallel", 1)
         self.context_size = check_group_size("context_parallel", size, world.size)
+        if size > 1:
+            self.words.add("context_parallel")
         self.data_rank, self.data_size = world.rank // size, world.size // size
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from easymp.cli import main
+from easymp.cli import main, prove
 
 PLAIN = """
 import torch
@@ -119,6 +119,19 @@ def test_a_script_of_accelerate_is_compared_with_accelerate(proved: Any, process
     prepare = prepare.replace(", dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False)", "")
     script = PLAIN.replace("PREPARE", prepare).replace("BACKWARD", "acc.backward(loss)")
     assert_equal(proved(script, "accelerate", f"--processes {processes}"))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_processors_are_compared_with_the_reference(
+    proved: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "processors", lambda: 1)
+    (folder / "before.py").write_text(BEFORE)
+    record = proved(MOVED.replace("lr=0.01", "lr=0.02"), "before.py", "--processes 2")
+    assert record["verdict"] != "proven", record["sentence"]
+    (folder / "no-python").write_text("#!/bin/sh\nexit 3\n")
+    (folder / "no-python").chmod(0o755)
+    assert proved(MOVED, "./no-python", "--processes 2")["verdict"] == "not compared"
 
 
 @pytest.mark.parametrize("word", ["fabric", "plain", "no/such/python"])

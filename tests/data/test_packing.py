@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import textwrap
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from easymp import Accelerator, BatchError, DataLoaderConfiguration, RefusedError, StepError
 
@@ -216,10 +218,86 @@ def test_several_open_loaders_and_a_mean_are_refused() -> None:
             acc.backward(loss)
 
 
+def train_on_ones(loader_options: dict[str, Any], lengths: Sequence[int], accumulation: int = 1) -> Iterator[Any]:
+    """An Accelerator, its model of one weight, and the packed batches."""
+    config = DataLoaderConfiguration(tokens=8)
+    acc = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=config, log_with="none")
+    with acc:
+        data = [[1] * length for length in lengths]
+        model, loader = acc.prepare(nn.Linear(1, 1), DataLoader(data, **loader_options))
+        for batch in loader:
+            yield acc, model, batch
+
+
+def mean_of(model: Any, batch: Any) -> Tensor:
+    return model(batch["input_ids"].float().mean(1, keepdim=True)).mean()
+
+
+def test_a_mean_after_several_batches_is_refused() -> None:
+    batches = train_on_ones({}, [8, 8])
+    (acc, model, batch), _ = next(batches), next(batches)
+    with pytest.raises(StepError, match="after 2 batches of a loader that packs by tokens="):
+        acc.backward(mean_of(model, batch))
+    batches.close()
+
+
+def test_items_outside_of_accumulate_are_refused() -> None:
+    batches = train_on_ones({}, [8, 8], accumulation=2)
+    acc, model, batch = next(batches)
+    with pytest.raises(StepError, match="number of items outside of `with"):
+        acc.backward(mean_of(model, batch))
+    batches.close()
+
+
+class Epochs(Sampler[int]):
+    """Orders by epochs, with a generator of its own."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(12))
+        random.Random(self.epoch).shuffle(order)
+        self.random.random()
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_counting_batches_draws_no_order_twice_and_counts_each_epoch_of_a_sampler() -> None:
+    data, sampler = [[1] * length for length in (1, 7, 5, 3, 8, 2, 6, 4, 5, 1, 7, 3)], Epochs()
+    loader = prepared(DataLoader(data, sampler=sampler), tokens=8)
+    lengths = loader.lengths(4)
+    assert sampler.epoch == 0 and len(set(lengths)) > 1
+    assert [len(list(loader)) for _ in range(4)] == lengths
+    draws = sampler.random.getstate()
+    number = len(loader)
+    assert sampler.random.getstate() != draws and len(list(loader)) == number
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_labels_of_every_integer_type_leave_out_first_tokens(dtype: torch.dtype) -> None:
+    (batch,) = prepared(DataLoader([torch.tensor([1, 2, 3], dtype=dtype)]), tokens=8)
+    assert batch["labels"].tolist() == [[-100, 2, 3]] and batch["input_ids"].dtype == torch.int64
+
+
+def test_documents_that_have_grown_are_refused() -> None:
+    with pytest.raises(BatchError, match="a micro-batch has 14 tokens, and at most 8"):
+        list(prepared(DataLoader([[1] * 7] * 2), tokens=8, length=[4, 4]))
+
+
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: DataLoader([[1] * 5, [1] * 12]), {}, "sample 1 has 12 tokens, and a micro-batch has at most 8"),
     (lambda: DataLoader([[1], []]), {}, "sample 1 has no tokens"),
     (lambda: DataLoader([1, 2]), {}, "one cannot be measured .TypeError"),
+    (lambda: DataLoader([([1, 2], 0)]), {}, "a tuple is no list of token ids"),
+    (lambda: DataLoader([[1], [2]]), {"length": "ab"}, "neither a function nor a list"),
     (lambda: DataLoader([[1], [2]]), {"length": [1]}, "holds 1 lengths, and the data set has 2 samples"),
     (lambda: DataLoader([[1], [2]], batch_size=2), {}, "leave batch_size and batch_sampler out"),
     (lambda: DataLoader([[1], [2]]), {"split_batches": True}, "split_batches out"),
@@ -238,6 +316,7 @@ def test_what_cannot_be_packed_is_refused(loader: Any, config: dict[str, Any], s
     ("sample", "sentence"),
     [
         ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "has padding"),
+        ({"input_ids": [1, 2], "text": "ab"}, "'text' is no tensor"),
         ({"input_ids": [1, 2], "score": 0.5}, "'score' of shape .. is not as long as its sample's input_ids"),
     ],
 )

@@ -128,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     settings = plan_settings(args)
     if len(args.processes) > 1 and not args.kill:
         raise SettingError("--processes with several numbers is for --kill: pass one")
+    if args.kill and args.against:
+        raise SettingError("--kill compares with the script's own uninterrupted run: leave --against out")
     moved = args.against is not None and not is_interpreter(args.against)
     if args.output:
         check_new(args.output)
@@ -186,11 +188,11 @@ def prove(
         if number == 2 and (records / SKIPPED).exists():
             plan = {**plan, "nonfinite": "skip"}
         run_folder, command = folder / name.replace(" ", "-"), rank.launch(processes)
-        if number == 1 and against and not moved:
-            command[0] = against
         if processes > processors():
             plan = {**WAITING, **plan}
-            command = [sys.executable, "-m", "easymp.cli.prove.forks", str(records), str(processes)]
+            command = [sys.executable, "-m", "easymp.cli.prove.forks", str(records), str(processes), rank.path]
+        if number == 1 and against and not moved:
+            command[0] = against
         end = run_once(f"{number}/2 {name}", command, run_folder, plan, args.timeout)
         if end.status == INTERRUPTED:
             raise KeyboardInterrupt

@@ -131,6 +131,9 @@ class Reference:
         grads = {name: p.grad for name, p in self._named().items() if id(p) in stepped and p.grad is not None}
         if not grads:
             return
+        scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it
+        if scale is not None:
+            grads = {name: grad / scale for name, grad in grads.items()}
         size = dist.get_world_size() if dist.is_initialized() else 1
         facts: list[Any] = [(self.losses, self.samples, self.outputs)]
         if size > 1:

@@ -1,7 +1,8 @@
 """The ranks of a proof as forks of one process, where there are more ranks than processors.
 
-``python -m easymp.cli.prove.forks FOLDER N`` imports torch, easymp and the packages that the script imports, once, and
-forks. A rank then starts in a tenth of a second and shares the memory of all these modules with the others.
+``python -m easymp.cli.prove.forks FOLDER N MODULE`` imports torch, easymp and the packages that the script imports,
+once, and forks; each fork calls the `main` of MODULE. A rank then starts in a tenth of a second and shares the memory
+of all these modules with the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from ...errors import WorldError
 from ...launcher.entrypoints import notebook_launcher
 from ..harness.rank import read_task
-from . import rank
 
 # Of torch and easymp: imported at their first use, and so by each rank again.
 AT_FIRST_USE = (
@@ -43,20 +43,23 @@ def packages_of(path: Path) -> list[str]:
             names.append(node.module)
     folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     # The script's own modules may keep what differs from rank to rank.
-    return [name for name in names if (file := origin(name)) and any(file.is_relative_to(f) for f in folders)]
+    files = [(name, origin(name, path.parent)) for name in names]
+    return [name for name, file in files if file and any(file.is_relative_to(folder) for folder in folders)]
 
 
-def origin(name: str) -> Path | None:
-    """The file of a module's package; None if it has none."""
+def origin(name: str, folder: Path) -> Path | None:
+    """The file of a module's package; None if it has none, or is the script's own, in its `folder`."""
+    if any(folder.glob(f"{name.partition('.')[0]}*")):
+        return None
     with suppress(ImportError, ValueError):
         spec = find_spec(name.partition(".")[0])
         return Path(spec.origin) if spec and spec.has_location and spec.origin else None
     return None
 
 
-def main(folder: Path, processes: int) -> int:
+def main(folder: Path, processes: int, module: str) -> int:
     task = read_task(folder)
-    script = Path(task["script"])
+    script = Path(task.get("reference") or task["script"])
     with suppress(SyntaxError):  # of the script, which a rank tells
         for name in (*AT_FIRST_USE, *(() if task["module"] else packages_of(script))):
             with suppress(ImportError):
@@ -64,7 +67,7 @@ def main(folder: Path, processes: int) -> int:
     gc.collect()
     gc.freeze()  # so that a rank's collections do not write to memory that it shares
     try:
-        notebook_launcher(rank.main, (folder,), processes)
+        notebook_launcher(importlib.import_module(module).main, (folder,), processes)
     except WorldError as error:
         print(error, file=sys.stderr)
         return 1
@@ -72,4 +75,4 @@ def main(folder: Path, processes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -139,6 +139,10 @@ class Kills:
         if self._several and draws and all(draws):
             reason = "each update draws random numbers, others on another number of processes"
             raise Verdict(NOT_COMPARED, reason, "--no-dropout sets the rates of dropout layers to 0.")
+        second = self._start(self._folder / "uninterrupted-again", 1, None, self._args.processes[0])
+        if second.code:
+            raise Verdict(NOT_COMPARED, f"another uninterrupted run failed: {second.why}")
+        self._compare(second, "another uninterrupted run begins at update 0", exact=True, is_control=True)
 
     def _run_chain(self, folder: Path) -> None:
         """Start the script until it ends, with kills as long as there are not enough of them."""
@@ -193,6 +197,7 @@ class Kills:
                 if not self._folder.is_relative_to(path):
                     (work / path.name).symlink_to(path)
         facts = {"directory": str(work), "chain": os.path.realpath(folder), "dropout": self._args.dropout}
+        facts["several"] = self._several
         self._script.write_task(record, kill=kill, batches=self._batches, **facts)
         rank = Script("easymp.cli.prove.kills_rank", [str(record)], module=True)
         command = rank.launch(processes) if processes > 1 else rank.command()
@@ -248,6 +253,8 @@ class Kills:
             if len(states) < len(run.steps):
                 return {}  # a rank was killed before it
             pairs = [map(float.fromhex, pair) for state in states for pair in state["losses"]["the loss"]]
+            if not pairs:  # a second optimizer steps by the same losses
+                return {}
             total, items = map(sum, zip(*pairs))
             losses.append(total / items)
             samples.append({crc for state in states for rows in state["samples"].values() for crc in rows})
@@ -255,7 +262,9 @@ class Kills:
             return groups
         if abs(losses[0] - losses[1]) <= ROUNDING * key[0] * abs(losses[1]):
             return {}
-        rounded = {"samples", *(("weights", "optimizers", "modules") if "weights" in groups else ())}
+        rounded = {"samples"}
+        if "weights" in groups:
+            rounded |= {"weights", "optimizers", "modules"}
         return {group: values for group, values in groups.items() if group not in rounded}
 
 

@@ -100,7 +100,7 @@ class StateRecorder(SingleRunner):
     def prepared(self, objects: Sequence[Any]) -> None:
         loaders, share = self.run.prepared.loaders, self.run.prepared.strategy.data_size
         for loader, batch in zip(loaders, self.task["batches"]):
-            if loader.total_batch_size == batch:
+            if loader.total_batch_size == batch and (batch is not None or not self.task["several"]):
                 continue
             if batch is None or batch % share:
                 self.refuse(f"batches of {batch} samples of all processes cannot be divided among {share} of them")

@@ -245,6 +245,9 @@ class Repeater(Writer):
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         tensors = self.tensors()
         for name, value in weights.items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                shape = tuple(tensors[name].shape) if name in tensors else "missing"
+                self.refuse(f"{name} has the shape {tuple(value.shape)} in the first run, and is {shape} in the second")
             tensors[name].copy_(value)
 
     def before_step(self, optimizer: PreparedOptimizer) -> None:
