@@ -1,8 +1,8 @@
 """Ranks that act together: errors that all of them raise, and meetings in their common store.
 
 A meeting in the store is no collective, so that a thread can save while others train, and a disk may take longer than a
-collective may. A waiting rank asks the listener of the one that it waits for, and gives up when that one has not
-answered for the world's timeout.
+collective may. Each rank sends a heartbeat meanwhile; a waiting rank gives up when another one has sent none for the
+world's timeout.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar, cast
 
 from ..distributed import World
-from ..distributed.mailbox import POLL, Mailbox, Watch
+from ..distributed.mailbox import Mailbox, Watch
 from ..errors import CheckpointError, EasympError, WorldError
 
 T = TypeVar("T")
 STOPPED = "stopped, as another rank failed"
 NOT_BEGUN = "the checkpoint was not begun: "
-PAUSE = 1.0  # seconds between two questions, and for an answer
-HURRY = 10.0  # seconds without an answer after which a rank counts as dead, for a process that is about to end
+HEARTBEAT = 1.0  # seconds between two signs of life
+HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end
 STORE_GONE = "the ranks' common store is gone: rank 0, which has it, ended or was killed"
 
 
@@ -66,34 +66,43 @@ def run_on_all(world: World, function: Callable[[], T], prefix: str = "") -> lis
 
 
 class Meeting:
-    """This rank's part of the meetings of a run. All ranks make it, and `begin` each meeting."""
+    """This rank's part of the meetings of a run. All ranks make it, and begin each meeting by a ``with`` block."""
 
     def __init__(self, world: World) -> None:
-        self.rank, self.size, self.hurried = world.rank, world.size, False
-        self._timeout, self._number, self._call, self._next_look = world.timeout, 0, 0, 0.0
-        if world.size > 1:
-            self._box = Mailbox.open(world.store(), "saves", world.rank, world.size)
-            self._watch = cast(Watch, world.watch)
-            self._questions = self._watch.connect()
+        self.rank, self.size, self.failed, self.hurried = world.rank, world.size, False, False
+        self._timeout, self._number, self._call = world.timeout, 0, 0
+        self._box: Any = Mailbox.open(world.store(), "saves", world.rank, world.size) if world.size > 1 else None
 
-    def begin(self) -> None:
+    def __enter__(self) -> Meeting:
         self._forget(range(1, self._call + 1))
         self._number += 1
-        self._call = 0
+        self._call, self.failed = 0, False
+        self._stop = threading.Event()
+        # By rank: the last heartbeat, and the time when it was seen.
+        self._heartbeats = dict.fromkeys(range(self.size), (0, time.monotonic()))
+        self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
+        if self.size > 1:
+            self._thread.start()
+        return self
 
-    def failed(self) -> bool:
-        """Whether a rank has failed. This looks at the store about once a second."""
-        if self.size == 1 or time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + PAUSE
-        with _store_needed():
-            return bool(self._box.has(f"{self._number}/failed"))
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        if self.size > 1:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: the next wait says so
+            while True:
+                self._box.store.add(f"alive/{self.rank}", 1)
+                self.failed = self._box.has(f"{self._number}/failed")
+                if self._stop.wait(HEARTBEAT):
+                    return
 
     def fail(self) -> None:
         self._post("failed", b"")
 
     def gather(self, value: bytes) -> list[bytes | CheckpointError]:
-        """On rank 0: each rank's value, or the error that it does not answer. Others do not wait, and get none."""
+        """On rank 0: each rank's value, or the error that its heartbeat stopped. Others do not wait, and get none."""
         self._call += 1
         if self.rank:
             self._post(f"{self._call}/{self.rank}", value)
@@ -138,26 +147,22 @@ class Meeting:
                 self._box.post(f"{self._number}/{key}", value)
 
     def _wait(self, key: str, rank: int = 0) -> bytes:
-        key, last_answer, next_question = f"{self._number}/{key}", time.monotonic(), time.monotonic() + PAUSE
-
-        def check_alive() -> None:
-            nonlocal last_answer, next_question
-            if time.monotonic() < next_question:
-                return
-            if self._watch.ask(rank, mailbox=self._questions, patience=PAUSE):
-                last_answer = time.monotonic()
-            next_question = time.monotonic() + PAUSE
-            ending = self.hurried or not threading.main_thread().is_alive()
-            limit = min(self._timeout, HURRY) if ending else self._timeout
-            if time.monotonic() > last_answer + limit:
-                raise CheckpointError(f"no sign of life for {limit:g} s: it ended, was killed or stopped")
-
+        key = f"{self._number}/{key}"
         with _store_needed():
-            self._box.wait([key], look=check_alive)
+            self._box.wait([key], look=lambda: self._check_alive(rank))
             value: bytes = self._box.read(key)
             if rank:  # only rank 0 reads it
                 self._box.delete(key)
         return value
+
+    def _check_alive(self, rank: int) -> None:
+        heartbeat = self._box.store.add(f"alive/{rank}", 0)
+        if heartbeat != self._heartbeats[rank][0]:
+            self._heartbeats[rank] = heartbeat, time.monotonic()
+        silent = time.monotonic() - self._heartbeats[rank][1]
+        ending = self.hurried or not threading.main_thread().is_alive()
+        if silent > (min(self._timeout, HURRY) if ending else self._timeout):
+            raise CheckpointError(f"no sign of life for {silent:.0f} s: it ended, was killed or stopped")
 
     def _forget(self, calls: Sequence[int]) -> None:
         """On rank 0, delete the broadcast values of finished calls."""
@@ -178,6 +183,9 @@ def _store_needed() -> Iterator[None]:
 
 
 # -- a save that the main process alone calls, as in ``if accelerator.is_main_process: accelerator.save_state(...)`` ---
+
+
+PAUSE = 0.02  # seconds between two questions
 
 
 class SaveCalls:
@@ -224,7 +232,7 @@ class SaveCalls:
             position = json.loads(answer or "null")
             if position is None or any(position.get(kind, 0) > number for kind, number in own_position.items()):
                 return False  # it has ended, or has passed the call
-            time.sleep(POLL)
+            time.sleep(PAUSE)
         raise WorldError(
             f"save_state(): rank {rank} neither came nor went on to a collective within {world.timeout:g} s"
         )

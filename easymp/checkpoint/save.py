@@ -414,17 +414,17 @@ class Save:
         return [file for file in self.plan.files if file.rank == self.meeting.rank]
 
     def run(self) -> None:
-        self.meeting.begin()
-        try:
-            _, (folder, digests) = self._run_on_all(self._begin)
-            reports, _ = self._run_on_all(lambda: self._write(folder, digests))
-            self._run_on_all(lambda: self._commit(reports))
-        except Exception as error:
-            path = join(self.target.storage.root, self.target.name)
-            text = f"{path} was not written, and what was there before is untouched: {error_text(error)}"
-            raise CheckpointError(text) from error
-        finally:
-            self._close()
+        with self.meeting:
+            try:
+                _, (folder, digests) = self._run_on_all(self._begin)
+                reports, _ = self._run_on_all(lambda: self._write(folder, digests))
+                self._run_on_all(lambda: self._commit(reports))
+            except Exception as error:
+                path = join(self.target.storage.root, self.target.name)
+                text = f"{path} was not written, and what was there before is untouched: {error_text(error)}"
+                raise CheckpointError(text) from error
+            finally:
+                self._close()
 
     def _close(self) -> None:
         """On rank 0, delete the folder unless it is committed, and unlock the checkpoint."""
@@ -470,8 +470,7 @@ class Save:
     def _write(self, folder: str, digests: Mapping[str, str]) -> Any:
         """Write this rank's files; returns sizes and checksums, and the states that rank 0 does not have."""
         storage, checksums = self.target.storage, dict[str, list[int]]()
-        sizes = [file.size for file in self._own_files] + [file.size for file in self.extra.files.values()]
-        expect(self.tick, sum(sizes))
+        expect(self.tick, sum(file.size for file in (*self._own_files, *self.extra.files.values())))
         for file in self._own_files:
             name = f"{folder}/{file.name}"
             content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
@@ -488,7 +487,7 @@ class Save:
         return checksums, {name: state for name, state in states.items() if digests.get(name) != _digest(state)}
 
     def _count(self, count: int) -> None:
-        if self.meeting.failed():
+        if self.meeting.failed:
             raise CheckpointError(STOPPED)
         self.tick(count)
 

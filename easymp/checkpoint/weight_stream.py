@@ -218,19 +218,18 @@ def in_lockstep(
     world: World, groups: Iterable[list[str]], bucket_of: Callable[[list[str]], Bucket]
 ) -> Generator[Bucket]:
     """Yield a bucket of weights for each group of names. All ranks meet after each; if one leaves, all raise."""
-    meeting = Meeting(world)
-    meeting.begin()
-    for number, names in enumerate(groups):
-        if number:
-            meeting.meet()
-        try:
-            bucket = bucket_of(names)
-            yield bucket
-            bucket.clear()
-        except BaseException as error:
-            reason = "left the loop over the weights early, which all ranks run to its end"
-            if not isinstance(error, GeneratorExit):
-                reason = error_text(error) if isinstance(error, Exception) else type(error).__name__
-            meeting.leave(f"rank {world.rank}: {reason}")
-            raise
-    meeting.meet()
+    with Meeting(world) as meeting:
+        for number, names in enumerate(groups):
+            if number:
+                meeting.meet()
+            try:
+                bucket = bucket_of(names)
+                yield bucket
+                bucket.clear()
+            except BaseException as error:
+                reason = "left the loop over the weights early, which all ranks run to its end"
+                if not isinstance(error, GeneratorExit):
+                    reason = error_text(error) if isinstance(error, Exception) else type(error).__name__
+                meeting.leave(f"rank {world.rank}: {reason}")
+                raise
+        meeting.meet()

@@ -268,9 +268,7 @@ class Watch:
             mailbox.wait([key], patience)
         except TimeoutError:
             return ""
-        answer = mailbox.read(key).decode()
-        mailbox.delete(key)
-        return answer
+        return mailbox.read(key).decode()
 
     def ask_all(self, question: str, patience: float) -> list[str] | None:
         """The answers of all ranks to a question that is asked once in a run. None where one does not answer."""
