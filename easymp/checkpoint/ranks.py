@@ -8,14 +8,15 @@ world's timeout.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..distributed import World
-from ..distributed.mailbox import Mailbox, Watch
+from ..distributed.mailbox import Mailbox
 from ..errors import CheckpointError, EasympError, WorldError
 
 T = TypeVar("T")
@@ -183,56 +184,71 @@ def _store_needed() -> Iterator[None]:
 
 
 # -- a save that the main process alone calls, as in ``if accelerator.is_main_process: accelerator.save_state(...)`` ---
+#
+# The main process cannot see from its own call whether the other ranks will make it, too. So it asks their listeners
+# (threads that wait at the store) until each rank either makes the call, or has begun a collective that the main
+# process has not begun. All ranks begin collectives in one order, so that rank has passed the call. It waits in that
+# collective, and its state does not change meanwhile.
 
 
+WAITING = "here"  # the answer of a rank that makes the call
 PAUSE = 0.02  # seconds between two questions
 
 
 class SaveCalls:
-    """Finds out which ranks call a save.
-
-    Each other rank that calls it sends a message and waits for the answer. The main process waits until each rank has
-    either sent one, or begun a collective that the main process has not begun: all ranks begin collectives in one
-    order, so that rank has passed the call. It waits in that collective, and its state does not change meanwhile.
-    """
+    """Finds out which ranks call a save."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._watch = world, cast(Watch, world.watch)  # None in a world of one, which asks nobody
-        self._answered = [0] * world.size  # by rank, the calls that the main process has answered
+        self._world = world
+        self._is_waiting = False  # for the main process's answer
+        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         if world.watch is not None:
-            self._mailbox = world.watch.connect()
-            world.watch.told["position"] = lambda: json.dumps(world.position())
+            world.watch.told |= {
+                "save": lambda: WAITING if self._is_waiting else json.dumps(world.position()),
+                "together": lambda: self._answer(True),
+                "alone": lambda: self._answer(False),
+            }
+
+    def _answer(self, all_call: bool) -> str:
+        self._is_waiting = False
+        self._answers.put(all_call)
+        return WAITING
 
     def all_called(self) -> bool:
         """Whether all ranks make the call; WorldError if one neither makes it nor begins a collective in time."""
         world = self._world
         if world.rank:
-            box = f"saves/{world.rank}"
-            key = f"{box}/{self._mailbox.send(box, '')}/answer"
+            self._is_waiting = True
             try:
-                self._mailbox.wait([key], world.timeout)
-            except TimeoutError:
-                reason = f"rank {world.rank} came to save_state(), and rank 0 did not within {world.timeout:g} s"
-                raise WorldError(reason) from None
-            return bool(self._mailbox.read(key))
+                return self._answers.get(timeout=world.timeout)
+            except queue.Empty:
+                raise WorldError(
+                    f"rank {world.rank} came to save_state(), and rank 0 did not within {world.timeout:g} s"
+                ) from None
+            finally:
+                self._is_waiting = False
         callers = [rank for rank in range(1, world.size) if self._calls(rank)]
         all_call = len(callers) == world.size - 1
         for rank in callers:
-            self._answered[rank] += 1
-            self._mailbox.post(f"saves/{rank}/{self._answered[rank]}/answer", b"all" if all_call else b"")
+            self._ask(rank, "together" if all_call else "alone")
         return all_call
 
     def _calls(self, rank: int) -> bool:
-        world, own_position = self._world, self._world.position()
-        deadline = time.monotonic() + world.timeout
+        own_position, deadline = self._world.position(), time.monotonic() + self._world.timeout
         while time.monotonic() < deadline:
-            answer = "" if world.has_left(rank) else self._watch.ask(rank, "position")
-            if self._mailbox.has(f"saves/{rank}/{self._answered[rank] + 1}"):
+            answer = "" if self._world.has_left(rank) else self._ask(rank, "save")
+            if answer == WAITING:
                 return True
-            position = json.loads(answer or "null")
-            if position is None or any(position.get(kind, 0) > number for kind, number in own_position.items()):
-                return False  # it has ended, or has passed the call
+            if not answer:  # it has ended
+                return False
+            position = json.loads(answer)
+            if any(position[kind] > number for kind, number in own_position.items() if kind in position):
+                return False
             time.sleep(PAUSE)
         raise WorldError(
-            f"save_state(): rank {rank} neither came nor went on to a collective within {world.timeout:g} s"
+            f"save_state(): rank {rank} neither came nor went on to a collective within {self._world.timeout:g} s"
         )
+
+    def _ask(self, rank: int, question: str) -> str:
+        assert self._world.watch is not None
+        return self._world.watch.ask(rank, question)

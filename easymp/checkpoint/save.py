@@ -377,7 +377,7 @@ class Saves:
             raise error
 
     def close(self) -> None:
-        """Wait at the end of the run; a run that ends with an error waits only for ranks that answer."""
+        """Wait at the end of the run; a run that ends with an error waits only for ranks with a heartbeat."""
         is_failing = failing()
         if is_failing and self._meeting is not None:
             self._meeting.hurried = True
@@ -470,7 +470,8 @@ class Save:
     def _write(self, folder: str, digests: Mapping[str, str]) -> Any:
         """Write this rank's files; returns sizes and checksums, and the states that rank 0 does not have."""
         storage, checksums = self.target.storage, dict[str, list[int]]()
-        expect(self.tick, sum(file.size for file in (*self._own_files, *self.extra.files.values())))
+        extra_size = sum(file.size for file in self.extra.files.values())
+        expect(self.tick, sum(file.size for file in self._own_files) + extra_size)
         for file in self._own_files:
             name = f"{folder}/{file.name}"
             content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
