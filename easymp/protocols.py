@@ -237,7 +237,7 @@ class Strategy:
 
         If parameters are replaced, `optimizers` (the plain ones of the same `prepare`) get the new parameters.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no wrap()")
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer to step in place of `optimizer`, after its models were wrapped; usually itself.
@@ -289,7 +289,7 @@ class Strategy:
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, in any layout."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no clip()")
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         """The module to call after the run: `alone`, this rank's own, where that is whole. Not a collective."""

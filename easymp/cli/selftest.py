@@ -90,6 +90,7 @@ def prepared(acc: Accelerator) -> Training:
 def check_collectives(acc: Accelerator, folder: Path) -> str:
     """Sum, gather and broadcast of numbers."""
     ranks, rank = list(range(acc.num_processes)), torch.tensor([acc.process_index], device=acc.device)
+    indices = acc.gather(torch.tensor([acc.device.index or 0], device=acc.device)).tolist()
     for name, result, expected in (
         ("sum over", acc.reduce(rank + 1, "sum").tolist(), [sum(ranks) + len(ranks)]),
         ("gathered numbers of", acc.gather(rank).tolist(), ranks),
@@ -97,7 +98,6 @@ def check_collectives(acc: Accelerator, folder: Path) -> str:
     ):
         if result != expected:
             raise WrongAnswer(f"the {name} the ranks: {result}, not {expected}")
-    indices = acc.gather(torch.tensor([acc.device.index or 0], device=acc.device)).tolist()
     devices = f" {', '.join(map(str, indices))}" if acc.device.type == "cuda" else ""
     return f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {acc.device.type}{devices}"
 

@@ -73,6 +73,6 @@ def run_checks(processes: int) -> tuple[list[Row], str, int]:
         texts = {path.name: path.read_text(encoding="utf-8") for path in Path(scratch).iterdir() if path.is_file()}
     rows = [Row(*json.loads(line)) for line in texts.get(ROWS, "").splitlines()]
     by_check = {row.check: row for row in rows}  # the outcome of a check replaces its begin
-    died = "no rank came to the end of it; the output above says why"
+    died = "a rank ended before the end of it; the output above says why"
     rows = [row._replace(outcome="bad", message=died) if row.outcome == BEGUN else row for row in by_check.values()]
     return rows, texts.get(PLAN, ""), code

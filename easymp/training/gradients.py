@@ -1,6 +1,6 @@
 """The gradients of an update, of all prepared optimizers: summed, averaged, watched, unscaled and clipped.
 
-`begin_backward` and `end_backward` enclose each backward pass; `clip`, `clamp` and `unscale` act at the window's end.
+`begin_backward` and `end_backward` enclose each backward pass; `clip`, `clamp` and `unscale` act on what is there.
 """
 
 from __future__ import annotations

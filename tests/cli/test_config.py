@@ -194,7 +194,7 @@ def test_a_plan_for_another_machine(config):
         ("--set seed", "there is no value; write --set seed=VALUE"),
         ("--set seed=x", "--set seed=x: 'x' is not a whole number"),
         ("--set nodes=x", "nodes='x' is not a number of nodes"),
-        ("--set project_dir=s4://bucket", "s4://bucket: Protocol not known: s4. Install the package that fsspec"),
+        ("--set project_dir=s4://bucket", "s4://bucket: fsspec knows no protocol 's4'"),
         ("--set =", "'' is not a setting. Known"),
         ("--set strategy_options.dimm=1", "strategy 'ddp' has no option 'dimm', did you mean 'dim'?"),
         ("--set scaler_options.init_scale=x", "init_scale='x' is not a finite number above 0"),

@@ -109,6 +109,12 @@ def test_options_of_a_strategy_go_with_it_and_join_those_of_another_file(config)
     assert "strategy_options" not in read() and read()["strategy"] == "ddp"
 
 
+def test_a_new_setting_leaves_a_comment_at_its_table(config):
+    FILE.write_text("seed = 1\n\n# about launch\n[launch]\nprocesses = 2\n")
+    config("8xH100", "--yes", "--set", "project_dir=gs://bucket/runs")
+    assert "\n# about launch\n[launch]\n" in FILE.read_text() and read()["project_dir"] == "gs://bucket/runs"
+
+
 def test_a_file_that_cannot_be_edited_is_left_alone(config, monkeypatch):
     FILE.write_text('"se\\u0065d" = 1\n')
     assert resolve().seed == 1

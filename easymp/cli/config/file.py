@@ -145,6 +145,10 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
         uncommented = re.sub(rf"(?m)^{re.escape(unset)}$", lambda _: line, text, count=1)
         if keys in _flatten(tomllib.loads(uncommented)):  # and not in another table
             return uncommented
+    if not keys[1:] and name not in document and value is not None:
+        added = _above_tables(text, f"{_key(name)} = {literal(value)}{_comment(reason)}", keys)
+        if added is not None:
+            return added
     table: Any = document.setdefault(keys[0], tomlkit.table()) if keys[1:] else document
     is_inline = isinstance(table, tomlkit.items.InlineTable)
     if value is None and (is_inline or not unset):
@@ -159,6 +163,21 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
     table[name] = item  # which keeps the comment of the present one
     edited = tomlkit.dumps(document)
     return edited if value is not None else re.sub(rf'(?m)^.*"{REMOVED}"( *{REASON}.*)?', lambda _: unset, edited)
+
+
+def _above_tables(text: str, line: str, keys: Keys) -> str | None:
+    """`text` with a new line above the first table and the comments of its header; None where that adds no key."""
+    header = re.search(r"(?m)^([ \t]*#.*\n)*[ \t]*\[", text)
+    if header is None:
+        return None
+    ending = "\r\n" if "\r\n" in text else "\n"
+    added = f"{text[: header.start()]}{line}{ending}{ending}{text[header.start() :]}"
+    try:
+        expected = _flatten(tomllib.loads(text))
+        values = _flatten(tomllib.loads(added))
+    except tomllib.TOMLDecodeError:  # it is no header
+        return None
+    return added if keys in values and all(values.get(key) == value for key, value in expected.items()) else None
 
 
 class Target(NamedTuple):

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from ... import hardware as hardware_package
 from ... import settings
 from ...base import env
-from ...checkpoint.storage_remote import RemoteStorage
 from ...distributed import Ranks
-from ...errors import CheckpointError, RefusedError, SettingError
+from ...errors import RefusedError, SettingError
 from ...hardware import Hardware
 from ...hardware.gpus import describe
 from ...launcher.rendezvous import read_nodes
@@ -152,10 +151,11 @@ class Question(NamedTuple):
 def check_writable(path: str) -> None:
     """Raise SettingError where nothing can be written to `path`, a folder or a URL. Nothing is created."""
     if "://" in path:
-        try:
-            RemoteStorage(path)
-        except CheckpointError as error:
-            raise SettingError(str(error)) from None
+        from fsspec import available_protocols  # slow to import
+
+        protocol = path.partition("://")[0].rpartition("::")[2]
+        if protocol not in available_protocols():
+            raise SettingError(f"{path}: fsspec knows no protocol {protocol!r}: check the URL, as in s3://bucket/runs")
         return
     parent = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
     if not parent.is_dir():

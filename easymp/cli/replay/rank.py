@@ -175,7 +175,9 @@ class Replay(Runner):
         loader = None if samples is None else samples.loader()
         if samples is not None and loader is not None:
             indices = loader.indices(*samples[1:]) or []
-            texts = [*map(str, indices[:SHOWN]), *(["…"] if len(indices) > SHOWN else [])]
+            texts = list(map(str, indices[:SHOWN]))
+            if len(indices) > SHOWN:
+                texts.append("…")
             range_ = f"epoch {samples.epoch}, samples {samples.begin} to {samples.end}"
             parts.append(f"{range_} (indices {', '.join(texts)})" if texts else range_)
         return "; ".join(parts) + "."
