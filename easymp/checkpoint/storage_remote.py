@@ -201,7 +201,8 @@ class RemoteStorage:
 
     def _path(self, name: str) -> str:
         check_name(self.root, name)
-        return "/".join([self._prefix.rstrip("/"), *([name] if name else [])])
+        prefix = self._prefix.rstrip("/")
+        return f"{prefix}/{name}" if name else prefix
 
     def _url(self, path: str) -> str:
         return redact(self._fs.unstrip_protocol(path))

@@ -210,7 +210,8 @@ def run_prune(args: argparse.Namespace) -> Answer:
         "kept": pruned.kept,
     }
     rows = [[name, state] for state, names in groups.items() for name in names]
-    return dataclasses.asdict(pruned), [*([table(rows)] if rows else []), f"{size(pruned.size)} {verb}"], 0
+    lines = [table(rows)] if rows else []
+    return dataclasses.asdict(pruned), [*lines, f"{size(pruned.size)} {verb}"], 0
 
 
 def name_list(names: Sequence[str]) -> str:

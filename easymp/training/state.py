@@ -151,8 +151,9 @@ class Run:
             precision.name,
             *conflicts.words_of(settings),
             *(part.name for part in self.parts.all),
-            *(["a loss scale"] if self.scaler.scales else []),
         }
+        if self.scaler.scales:
+            in_force.add("a loss scale")
         rows = list(conflicts.rows_of(strategy, precision, settings))
         rows += [row for part in self.parts.all for row in part.conflicts]
         conflicts.check(in_force, rows)

@@ -68,7 +68,9 @@ class SingleRunner(Runner):
     def preparing(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for module in (module for model in models for module in model.modules() if not self.task["dropout"]):
             rates = [name for name, value in vars(module).items() if "drop" in name and type(value) is float]
-            for name in [*rates, *(["p"] if isinstance(module, _DropoutNd) else [])]:
+            if isinstance(module, _DropoutNd):
+                rates.append("p")
+            for name in rates:
                 setattr(module, name, 0.0)
 
 

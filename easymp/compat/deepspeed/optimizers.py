@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ... import optim
 from ...errors import RefusedError, SettingError, nearest
 from ..layer import by_name
+from .config import layer
 
 Rates = float | Sequence[float]  # of all param groups, or of each
 
@@ -250,14 +251,14 @@ def _refuse_unknown(params: Iterable[str], names: list[str], kind: str) -> None:
             raise SettingError(f"{kind} has no parameter {name!r}{hint} It takes: {', '.join(names)}")
 
 
-class _AnyAdam(type):
+class _AdamInstances(type):
     """Metaclass: what the classes below make are torch's Adams, which count as instances."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.optim.Adam)
 
 
-class FusedAdam(metaclass=_AnyAdam):
+class FusedAdam(metaclass=_AdamInstances):
     """Makes torch's AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
     def __new__(
@@ -265,11 +266,13 @@ class FusedAdam(metaclass=_AnyAdam):
         eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> Any:  # fmt: skip
+        if not set_grad_none:
+            layer.ignore({"FusedAdam(set_grad_none=False)": "zero_grad() of the engine sets gradients to None"})
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         return optimizer("Adam", {**options, "bias_correction": bias_correction, "adam_w_mode": adam_w_mode}, params)
 
 
-class DeepSpeedCPUAdam(metaclass=_AnyAdam):
+class DeepSpeedCPUAdam(metaclass=_AdamInstances):
     """`FusedAdam` with other names and another order of the arguments."""
 
     def __new__(
@@ -277,4 +280,6 @@ class DeepSpeedCPUAdam(metaclass=_AnyAdam):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
         adamw_mode: bool = True, fp32_optimizer_states: bool = True,
     ) -> Any:  # fmt: skip
+        if not fp32_optimizer_states:
+            layer.ignore({"DeepSpeedCPUAdam(fp32_optimizer_states=False)": "states have the weights' type"})
         return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
