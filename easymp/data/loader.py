@@ -37,7 +37,7 @@ class PreparedLoader(DataLoader[Any]):
         batch_size: samples per batch on one rank; None if the data set or a batch sampler decides.
         epoch: the epoch being read; between two passes, the next one.
         position: samples of this epoch that all ranks together have received.
-        begin: the position at which the pass began.
+        pass_start: the position at which the pass began.
         last: whether the current batch is the last one of this rank.
         local_size: samples in the current batch on this rank; None if unknown.
         ended: epoch and position at the end of the last pass.
@@ -72,7 +72,7 @@ class PreparedLoader(DataLoader[Any]):
         []
     """
 
-    epoch = position = begin = finished = 0
+    epoch = position = pass_start = finished = 0
     ended: tuple[int, int] | None = None
     last = False
     local_size: int | None = None
@@ -375,7 +375,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = False
         self._set_epochs()
         self._pass, self._replays_at_begin = object(), self._replays
-        self.begin, self.reads = self.position, 0
+        self.pass_start, self.reads = self.position, 0
         return self._pass, skip
 
     def _end(self) -> None:
@@ -591,6 +591,6 @@ class SampleTracker:
         if not continues or begin > loader.position:
             micro_steps = window.micro if window.accumulation != 1 else 1
             size = loader.total_batch_size
-            begin = loader.begin if size is None else max(0, loader.position - micro_steps * size)
+            begin = loader.pass_start if size is None else max(0, loader.position - micro_steps * size)
         self._last = Samples(ref(loader), loader.epoch, begin, loader.position)
         return self._last

@@ -59,11 +59,13 @@ def test_more_ranks_than_processors_are_proven(proved: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [("ddp", 2), ("zero1", 4), ("fsdp", 2), ("hsdp", 4), ("tensor_parallel", 2), ("pipeline", 2)],
+    [("ddp", 2), ("zero1", 4), ("fsdp", 2), ("hsdp", 4), ("tensor_parallel", 4), ("pipeline", 2)],
 )
 def test_forks_have_the_verdict_of_launched_processes(proved: Any, strategy: str, processes: int) -> None:
-    options = {"hsdp": " --set strategy_options.shard_size=2"}.get(strategy, "")
-    arguments = f"--strategy {strategy} --processes {processes} --precision fp32{options}"
+    options = {"hsdp": "shard_size=2", "tensor_parallel": "size=2"}.get(strategy)  # the latter inside fsdp
+    arguments = f"--strategy {strategy} --processes {processes} --precision fp32"
+    if options is not None:
+        arguments += f" --set strategy_options.{options}"
     forked, launched = proved(arguments), proved(arguments, processors=8)
     assert (forked["verdict"], forked["updates"]) == (launched["verdict"], launched["updates"])
 
