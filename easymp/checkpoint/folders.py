@@ -378,8 +378,8 @@ class SaveLine:
             else:
                 forks = (*last.lineage.forks, (last.lineage.line, *last.position))
                 lineage = Lineage(lineage.line, parent, forks)
-        known_saves = [*saves, last] if last else saves
-        latest = max((save.written for save in known_saves), default="")
+        all_saves = [*saves, last] if last else saves
+        latest = max((save.written for save in all_saves), default="")
         written = datetime.now(UTC).isoformat(timespec="microseconds")
         if written <= latest:  # the clock was set back
             with suppress(ValueError, OverflowError):  # a time that easymp did not write

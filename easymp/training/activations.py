@@ -132,10 +132,10 @@ def follow_step(
 
     current_bytes = {True: 0, False: 0}  # bytes of copies of weights, and of all else
     alive, with_copies = [0], [0]  # bytes of all else, and with copies, after each new storage
-    born = weakref.WeakKeyDictionary[Any, int]()  # storage → its place in these
+    born = weakref.WeakKeyDictionary[Any, int]()  # storage → its index in these
     places = Places()
-    records: list[tuple[int, Storage]] = []  # with the place of each
-    freed_at: dict[int, int] = {}  # place of a storage → how many had been born when it was freed
+    records: list[tuple[int, Storage]] = []  # with the index of each
+    freed_at: dict[int, int] = {}  # index of a storage → how many had been born when it was freed
     weights = weakref.WeakSet[Any]()
 
     def twin(leaf: Any) -> Any:
@@ -147,9 +147,9 @@ def follow_step(
             return nn.Parameter(fake, leaf.requires_grad)
         return fake.requires_grad_().clone() if leaf.requires_grad else fake  # a leaf would stay in the graph
 
-    def freed(copied: bool, number: int, place: int) -> None:
+    def freed(copied: bool, number: int, index: int) -> None:
         current_bytes[copied] -= number
-        freed_at[place] = len(alive)
+        freed_at[index] = len(alive)
 
     def note(leaf: Any, copied: bool = False, operation: str = "") -> None:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
@@ -183,7 +183,8 @@ def follow_step(
         for i in range(born.get(storage, len(alive)), len(alive)):
             alive[i] -= storage.nbytes()
             with_copies[i] -= storage.nbytes()
-        freed_at[born.get(storage, 0)] = -1
+        if storage in born:
+            freed_at[born[storage]] = 0  # it never counts
         parameter.grad = None
 
     try:
@@ -223,5 +224,5 @@ def follow_step(
             f"{reason}): check the sample, or leave the sample out"
         ) from error
     top = alive.index(max(alive))
-    at_peak = [record for place, record in records if place <= top < freed_at.get(place, len(alive))]
+    at_peak = [record for index, record in records if index <= top < freed_at.get(index, len(alive))]
     return Alive(kept_bytes, max(alive), max(with_copies) - max(alive), largest(at_peak, places))

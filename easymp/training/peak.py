@@ -96,11 +96,11 @@ class Places:
         if node is not None and not self._running:
             return (*self._by_number.get(node._sequence_nr(), ("", "")), False)
         name = next((self._names[m] for m in reversed(self._running) if m in self._names), "")
-        place = name, self.line()
+        origin = name, self.line()
         if node is None:  # else a block is computed again
             # The node of this operation has been made already. Later operations without a node have the same number.
-            self._by_number.setdefault(torch.autograd._get_sequence_nr() - 1, place)
-        return (*place, node is None)
+            self._by_number.setdefault(torch.autograd._get_sequence_nr() - 1, origin)
+        return (*origin, node is None)
 
     def in_block(self, name: str) -> bool:
         """Whether a module lies in one of the repeated blocks."""

@@ -60,10 +60,13 @@ def origin(name: str, folder: Path) -> Path | None:
 def main(folder: Path, processes: int, module: str) -> int:
     task = read_task(folder)
     script = Path(task.get("reference") or task["script"])
-    with suppress(SyntaxError):  # of the script, which a rank tells
-        for name in (*AT_FIRST_USE, *(() if task["module"] else packages_of(script))):
-            with suppress(ImportError):
-                importlib.import_module(name)
+    packages: list[str] = []
+    if not task["module"]:
+        with suppress(SyntaxError):  # of the script, which a rank tells
+            packages = packages_of(script)
+    for name in (*AT_FIRST_USE, *packages):
+        with suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that a rank's collections do not write to memory that it shares
     try:

@@ -169,8 +169,8 @@ class Kills:
             inside = bool(self._unfinished(folder) - unfinished)
             facts = {"training": folder.name, "start": number, "processes": processes, "from": start.begin}
             self._kills.append({**facts, "update": start.updates, "inside a save": inside})
-            place = f"in update {start.updates}{', inside a save' * inside}"
-            print(f"kill {len(self._kills)}/{self._args.kill}: {place}", file=sys.stderr, flush=True)
+            instant = f"in update {start.updates}{', inside a save' * inside}"
+            print(f"kill {len(self._kills)}/{self._args.kill}: {instant}", file=sys.stderr, flush=True)
 
     def _unfinished(self, folder: Path) -> set[Path]:
         """Folders of checkpoints that were being written."""
@@ -281,20 +281,22 @@ def differing(state: Mapping[str, Any], expected: Mapping[str, Any], ignored: se
     """The values of each group that differ, in the order of REMEDIES, each with the expected one."""
     groups: dict[str, dict[str, Any]] = {}
     for group in REMEDIES:
-        values, wanted = state[group], expected[group]
-        names = [*values, *(wanted if group in ("optimizers", "samples") else ())]
-        for name in dict.fromkeys(names):
-            value = values.get(name), wanted.get(name)
-            is_known = name in wanted or group in ("optimizers", "samples")
-            if value[0] != value[1] and is_known and name not in ignored:
+        values, expected_values = state[group], expected[group]
+        compares_all = group in ("optimizers", "samples")  # in others a name may be new, or gone
+        names = dict.fromkeys([*values, *expected_values]) if compares_all else values
+        for name in names:
+            value = values.get(name), expected_values.get(name)
+            if value[0] != value[1] and (compares_all or name in expected_values) and name not in ignored:
                 groups.setdefault(group, {})[name] = value
     return groups
 
 
 def describe(groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The clause about an update that differs, with what explains it first, and a hint."""
-    cause, *others = [group for group in groups if group != "assigned"]
-    values = {**groups[cause], **(groups.get("assigned", {}) if cause == "losses" else {})}
+    cause, *other_groups = [group for group in groups if group != "assigned"]
+    values = dict(groups[cause])
+    if cause == "losses":
+        values |= groups.get("assigned", {})
     clauses = []
     for name, pair in list(values.items())[:3]:
         texts = [value[1] if isinstance(value, list) and len(value) == 2 else "" for value in pair]
@@ -302,5 +304,5 @@ def describe(groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
         clauses.append(f"{name} is {texts[0]}, and not {texts[1]}" if is_shown else f"{name} differs")
     if len(values) > 3:
         clauses.append(f"{len(values) - 3} more of its kind differ")
-    clauses.append(f"{', '.join(others)} differ, too" if others else "all else is equal")
+    clauses.append(f"{', '.join(other_groups)} differ, too" if other_groups else "all else is equal")
     return ["; ".join(clauses), REMEDIES[cause]]

@@ -172,18 +172,18 @@ class StateRecorder(SingleRunner):
     def _script_state(self, frame: FrameType | None) -> tuple[dict[str, Value], dict[str, Value], dict[str, Value]]:
         """Objects and plain variables of the script, and those that each round of a loop assigns anew."""
         prepared = self.run.prepared
-        known = [self.acc, *(scheduler.scheduler for scheduler in prepared.schedulers)]
-        known += [loader._original for loader in prepared.loaders]
+        prepared_objects = [self.acc, *(scheduler.scheduler for scheduler in prepared.schedulers)]
+        prepared_objects += [loader._original for loader in prepared.loaders]
         for optimizer in prepared.optimizers:
-            known += [optimizer.optimizer, optimizer.given]
+            prepared_objects += [optimizer.optimizer, optimizer.given]
         for model in prepared.models:
-            known += [model.view, *model.original.modules(), *model.original.parameters()]
+            prepared_objects += [model.view, *model.original.modules(), *model.original.parameters()]
         variables = list(variables_of(frame))
         for i, loader in enumerate(prepared.loaders):
             for name in ("sampler", "batch_sampler", "dataset"):
                 variables += members(f"the {name} of {numbered('loader', i)}", getattr(loader._original, name))
         groups: tuple[dict[str, Value], dict[str, Value], dict[str, Value]] = ({}, {}, {})
-        ignored = {id(item) for item in known}
+        ignored = {id(item) for item in prepared_objects}
         for label, value, is_assigned in variables:
             if (entry := digest(value, ignored))[0]:
                 is_plain = isinstance(value, (*PLAIN, list, tuple, dict, Tensor)) or type(value).__module__ == "numpy"
@@ -195,8 +195,9 @@ def state_of_modules(models: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[
     """Buffers, and other attributes of modules, which no state_dict has."""
     for path, module in (pair for name, model in models for pair in model.named_modules(prefix=name)):
         for name, buffer in module.named_buffers(recurse=False):
-            note = " (a buffer that is not persistent)" * (name in module._non_persistent_buffers_set)
-            yield f"{path}.{name}{note}", digest(buffer)
+            is_persistent = name not in module._non_persistent_buffers_set
+            label = name if is_persistent else f"{name} (a buffer that is not persistent)"
+            yield f"{path}.{label}", digest(buffer)
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training":
                 yield f"{path}.{name} (an attribute)", digest(value)
