@@ -154,7 +154,7 @@ COLD = {"marks": pytest.mark.cold}  # all ranks die at once, and not after their
         ("--kill 3 -- scheduler", "local `scheduler` at train.py"),
         ("--kill 3 -- steps", "local `steps` at train.py:"),
         pytest.param(f"{DDP} 2 -- steps", "local `steps` at train.py:", **COLD),
-        ("--kill 3 -- best", "local `best` at train.py:"),
+        ("--kill 5 -- best", "local `best` at train.py:"),
         ("--kill 3 -- flips", "local `flips` at train.py"),
         ("--kill 3 -- epochs", "and makes update 25, though the uninterrupted run ended after 24"),
         ("--kill 3 -- buffer", "model.scale (a buffer that is not persistent) is"),
