@@ -78,10 +78,17 @@ def _processor(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run when asked for by ``-m``, and have more time; GPU tests where there is a GPU."""
+    """Slow tests run when asked for by ``-m``, and have more time; GPU tests where there is a GPU.
+
+    Those with the longest limits begin first, so that no worker waits for the last of another.
+    """
+    limits = dict.fromkeys(items, 0.0)
     for item in items:
-        if item.get_closest_marker("slow") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(SLOW))
+        if item.get_closest_marker("slow"):
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SLOW))
+            limits[item] = item.get_closest_marker("timeout").args[0]
+    items.sort(key=lambda item: -limits[item])
     if not config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:
