@@ -9,31 +9,31 @@ two passes begins the next epoch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ..base.accumulation import UpdateWindow
 from ..distributed.process_group import World
-from ..errors import BatchError, LengthError, check_whole
+from ..errors import BatchError, EasympWarning, LengthError
 from ..logging import get_logger
-from .order import size_of
-from .packing import items_of
-from .source import Source, moved, rebuild
+from ..options import DataLoaderConfiguration
+from .order import Cut, length, size_of
+from .packing import TokenBudget, collate_of, items_of, measure
+from .source import Dispatched, MapSource, Source, moved, reads_ahead
+from .stream import StreamSource
 
 logger = get_logger(__name__)
-Loader = TypeVar("Loader", bound=Iterable[Any])
 
 
 class PreparedLoader(DataLoader[Any]):
     """DataLoader that yields the batches of this rank on its device and tracks its position.
 
     Attributes:
-        loader: the rebuilt DataLoader; unknown attributes are its own.
+        loader: the rebuilt DataLoader. Unknown attributes are those of the user's: `dataset`, `sampler` …
         batch_size: samples per batch on one rank; None if the data set or a batch sampler decides.
         epoch: the epoch being read; between two passes, the next one.
         position: samples of this epoch that all ranks together have received.
@@ -114,21 +114,6 @@ class PreparedLoader(DataLoader[Any]):
         self._epochs_set = self._epochs_of_samplers()
 
     # -- facts --------------------------------------------------------------------------------------------------------
-
-    @property
-    def dataset(self) -> Any:  # type: ignore[override]
-        """The user's data set."""
-        return self._original.dataset
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """The user's sampler. easymp computes the order of torch's samplers and does not iterate them."""
-        return self._original.sampler
-
-    @property
-    def batch_sampler(self) -> Any:  # type: ignore[override]
-        """The user's sampler of batches, which is iterated only if it is of another class; None if there is none."""
-        return self._original.batch_sampler
 
     @property
     def even_batches(self) -> bool:
@@ -242,10 +227,7 @@ class PreparedLoader(DataLoader[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
-        try:
-            return getattr(self.loader, name)
-        except AttributeError:
-            return getattr(self._original, name)  # attributes that the user set
+        return getattr(self._original, name)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -500,97 +482,125 @@ class PreparedLoader(DataLoader[Any]):
             )
 
 
-def skip_first_batches(loader: Loader, num_batches: int = 0) -> Loader:
-    """Leave the first batches of a loader out of its next pass.
+# -- how loaders are prepared: by the source that does on many ranks what a DataLoader's settings say ------------------
 
-    Skipped samples of a map-style data set are not loaded. On a prepared loader the batches of this rank count.
 
-    Args:
-        loader: a DataLoader, or a prepared one.
-        num_batches: 0 or more.
+def prepare_loader(
+    loader: DataLoader[Any],
+    window: UpdateWindow,
+    world: World,
+    rank: int,
+    size: int,
+    config: DataLoaderConfiguration,
+    seed: int,
+    device_placement: bool = True,
+    *,
+    kind: type[PreparedLoader] = PreparedLoader,
+    split_tail: bool = False,
+) -> PreparedLoader:
+    """Shard `loader` over the `size` ranks that share the data; this process has the share number `rank`.
 
-    Returns:
-        A view of the loader.
-
-    Raises:
-        BatchError: `loader` is not a DataLoader, or `num_batches` is not a count.
-
-    Example:
-        >>> loader = torch.utils.data.DataLoader(range(6), batch_size=2)
-        >>> list(skip_first_batches(loader, 2))
-        [tensor([4, 5])]
+    The data order is of `seed`, the same on every rank, unless `config` has another. `split_tail`: see `Cut`.
     """
-    check_whole(f"num_batches={num_batches!r}", num_batches, 0, BatchError)
-    view: Any
-    if isinstance(loader, SkippedLoader):
-        view = SkippedLoader(loader.loader, loader.skip + num_batches)
-    elif not isinstance(loader, DataLoader):
+    if size_of(loader.dataset) == 0:
+        raise BatchError(f"the data set ({type(loader.dataset).__name__}) is empty: check its path or filter")
+    if not getattr(loader, "in_order", True):  # older subclasses (torchdata) do not have it
         raise BatchError(
-            f"skip_first_batches takes a DataLoader, got a {type(loader).__name__}: use itertools.islice for other "
-            "iterables"
+            "this DataLoader's batches may overtake each other, so that no position says which samples have been "
+            "read: leave in_order=False out"
         )
-    elif isinstance(loader, PreparedLoader) or isinstance(loader.dataset, IterableDataset):
-        view = SkippedLoader(loader, num_batches)
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata"):
+        warnings.warn(
+            f"the __iter__ of {type(loader).__name__} is not used: a prepared loader is a plain DataLoader with the "
+            "same data set, collate function and workers. Put what it adds into the data set or the collate function",
+            EasympWarning,
+            stacklevel=3,
+        )
+    sampler, batch_size, drop_last, samples_batches = _sampling(loader, size)
+    local_batch = batch_size
+    if config.split_batches and batch_size is None and not samples_batches:
+        raise BatchError(
+            "split_batches=True divides batches among the processes, but this loader has batch_size=None: give the "
+            "DataLoader a batch_size, or leave split_batches out"
+        )
+    if config.split_batches and batch_size is not None:
+        local_batch = batch_size // size
+        if batch_size % size:
+            multiples = " or ".join(str(number * size) for number in (local_batch, local_batch + 1) if number)
+            raise BatchError(
+                f"split_batches=True divides each batch among {size} processes, and batch_size={batch_size} does not "
+                f"divide: use {multiples}, or leave split_batches out (batch_size is then per process)"
+            )
+    if config.length is not None and config.tokens is None:
+        raise BatchError("length= is for tokens=, which is not set: set it, or leave length out")
+    if config.tokens is not None:
+        _check_packable(loader, sampler, samples_batches, config)
+        batch_size = local_batch = None
+    cut = Cut(local_batch or 1, size, config.even_batches, drop_last, split_tail)
+    device = world.device if device_placement else None
+    dispatch = bool(config.dispatch_batches) and world.size > 1
+    ranks = range(size) if dispatch else (rank,)
+    settings: Any = {
+        "seed": seed if config.data_seed is None else config.data_seed,
+        "seeded": config.use_seedable_sampler,
+        # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers `moved` does it.
+        "pin_memory": loader.pin_memory or (device is not None and device.type == "cuda" and loader.num_workers > 0),
+    }
+    source: Source
+    if isinstance(loader.dataset, IterableDataset):
+        source = StreamSource(loader, cut, ranks, **settings)
     else:
-        sampling: Any = {"batch_sampler": SkippedLoader(loader.batch_sampler, num_batches)}
-        if loader.batch_sampler is None:
-            sampling = {"batch_size": None, "sampler": SkippedLoader(loader.sampler, num_batches)}
-        view = rebuild(loader, loader.dataset, loader.pin_memory, generator=loader.generator, **sampling)
-    return view  # type: ignore[no-any-return]
+        loads_ahead = dispatch or (device is not None and reads_ahead(device, config.non_blocking))
+        settings["batch_mode"] = ("split" if config.split_batches else "deal") if samples_batches else None
+        settings |= {"for_all": dispatch, "loads_ahead": loads_ahead and not loader.num_workers}
+        if config.tokens is not None:
+            budget = TokenBudget(config.tokens, measure(loader.dataset, config.length, world))
+            budget.check()
+            settings |= {"budget": budget, "collate_fn": collate_of(loader.collate_fn)}
+        source = MapSource(loader, sampler, cut, ranks, world, **settings)
+    if dispatch:
+        source = Dispatched(source, world, rank, config.use_seedable_sampler)
+    if cut.drop_last and source.batches(rank, 0) == 0:
+        warnings.warn(
+            f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of "
+            f"{cut.global_batch}. Lower the batch size, or leave drop_last out",
+            EasympWarning,
+            stacklevel=2,
+        )
+    sizes_differ = not config.split_batches if samples_batches else batch_size is None
+    return kind(
+        loader, source, window, world, rank, local_batch, sizes_differ, device, config.non_blocking, config.tokens
+    )
 
 
-class SkippedLoader:
-    """View of `loader`, a loader or a sampler; its next pass begins `skip` batches later."""
-
-    def __init__(self, loader: Any, skip: int) -> None:
-        self.loader, self.skip = loader, skip
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
-        if isinstance(self.loader, PreparedLoader):
-            return self.loader.read(skip)
-        return islice(self.loader, skip, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self.skip)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "loader" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+def _check_packable(
+    loader: DataLoader[Any], sampler: Any, samples_batches: bool, config: DataLoaderConfiguration
+) -> None:
+    """Raise BatchError for a loader whose samples cannot be packed by tokens."""
+    reason = ""
+    if isinstance(loader.dataset, IterableDataset) or length(sampler) is None:
+        reason = "needs a data set and a sampler with a length: pass a map-style data set"
+    elif samples_batches or loader.batch_size != 1 or config.split_batches:
+        reason = (
+            "decides which samples go together: leave batch_size and batch_sampler out of the DataLoader, and "
+            "split_batches out of the configuration"
+        )
+    elif not config.use_seedable_sampler:
+        reason = "draws the order of each epoch by its seed: leave use_seedable_sampler=False out"
+    if reason:
+        raise BatchError(f"tokens={config.tokens} {reason}")
 
 
-# -- the samples of an update ------------------------------------------------------------------------------------------
-
-
-class Samples(NamedTuple):
-    """The samples of an update: places `begin` to `end` in the order of an epoch, over all ranks."""
-
-    loader: Callable[[], PreparedLoader | None]
-    epoch: int
-    begin: int
-    end: int
-
-
-class SampleTracker:
-    """Follows the places of the updates of one run."""
-
-    def __init__(self, window: UpdateWindow) -> None:
-        self._window = window
-        self._last = Samples(lambda: None, 0, 0, 0)  # of the last update
-
-    def samples(self) -> Samples | None:
-        """The samples of this update; None if they do not come from a prepared loader. Call it at each update."""
-        window, last = self._window, self._last
-        loader = window.reading
-        if not isinstance(loader, PreparedLoader):
-            return None
-        begin, continues = last.end, last.loader() is loader and last.epoch == loader.epoch
-        if continues and begin == loader.position:  # another optimizer's part of the same update
-            return last
-        if not continues or begin > loader.position:
-            micro_steps = window.micro if window.accumulation != 1 else 1
-            size = loader.total_batch_size
-            begin = loader.pass_start if size is None else max(0, loader.position - micro_steps * size)
-        self._last = Samples(ref(loader), loader.epoch, begin, loader.position)
-        return self._last
+def _sampling(loader: DataLoader[Any], size: int) -> tuple[Any, int | None, bool, bool]:
+    """Sampler, samples per batch (None: the data set decides), drop_last, and whether the sampler yields batches."""
+    batches: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return None, loader.batch_size, loader.drop_last, False
+    if batches is None:
+        return loader.sampler, None, False, False
+    if type(batches) is not BatchSampler:
+        return batches, getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False)), True
+    sampler: Any = batches.sampler
+    # DistributedSampler(drop_last=True) repeats no sample.
+    drops = size > 1 and type(sampler) is DistributedSampler and sampler.drop_last
+    return sampler, batches.batch_size, batches.drop_last or drops, False

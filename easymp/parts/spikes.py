@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base.dtensor import local
 from ..base.parts import Part
-from ..data.loader import Samples, SampleTracker
+from ..data import Samples, SampleTracker
 from ..errors import SettingError, StepError, check_whole
 from ..logging import get_logger
 from ..optim.torch_step import parameters_of

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from easymp import DataLoaderConfiguration, PreparedLoader
 from easymp.base.accumulation import UpdateWindow
 from easymp.base.ranks import Ranks
-from easymp.data import prepare_loader
+from easymp.data import SkippedLoader, prepare_loader
 from easymp.distributed.process_group import World
 
 CPU = torch.device("cpu")
@@ -67,6 +67,8 @@ class Placed(Stream):
 
 
 def prepared(loader, rank=0, size=1, *, seed=7, **config):
+    if isinstance(loader, SkippedLoader):  # as Accelerator.prepare does
+        return loader
     window = config.pop("window", None) or UpdateWindow()
     world = config.pop("world", None) or World(Ranks(), config.pop("device", CPU))
     return prepare_loader(loader, window, world, rank, size, DataLoaderConfiguration(**config), seed)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from easymp.data import prepare
+from easymp.data import loader as loader_module
 
 from .loaders import Numbers, Placed, prepared
 
@@ -59,7 +59,7 @@ def everything(loader: Any, times: int) -> list[list[Any]]:
     "data", [lambda: Augmented(22), Shuffled, lambda: Augmenting(22)], ids=["map", "shuffled", "placed"]
 )
 def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data, workers, monkeypatch):
-    monkeypatch.setattr(prepare, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU
+    monkeypatch.setattr(loader_module, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU
 
     def make_loader() -> Any:
         return prepared(DataLoader(data(), 4, collate_fn=collate, **workers))

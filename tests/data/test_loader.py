@@ -324,7 +324,6 @@ WRONG: dict[str, Any] = {
     "an epoch of 9 samples, and this one has 8": lambda: prepared(eight()).load_state_dict(
         {"epoch": 0, "position": 2, "seed": 0, "samples": 9}
     ),
-    "a list was passed where a DataLoader belongs": lambda: prepared([1, 2], 0, 2),
     "is empty": lambda: prepared(DataLoader(Numbers(0), 2), 0, 2),
     "leave in_order=False out": lambda: prepared(DataLoader(Numbers(9), 2, in_order=False), 0, 2),
     "batch_size=3 does not divide: use 2 or 4, or": lambda: prepared(eight(), 0, 2, split_batches=True),

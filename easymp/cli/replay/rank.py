@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ... import __file__ as easymp_file
-from ...data.loader import Samples, SampleTracker
+from ...data import Samples, SampleTracker
 from ...parts.ring import Entry, path_of, read
 from ...training.search import ModuleSearch
 from ...training.state import accelerators

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ... import options
-from ...data import PreparedLoader, SkippedLoader
+from ...data import PreparedLoader, SkippedLoader, prepare_loader
 from ...data.order import flagged
-from ...data.prepare import prepare_loader
 from ...distributed import World
 
 
