@@ -28,7 +28,7 @@ from .base.lazy import modules_at_first_use
 from .base.parts import RUNNER_PARTS, Part, Parts
 from .base.rng import set_seed, set_torch_flags
 from .checkpoint.api import Checkpoints
-from .errors import PrepareError, RefusedError, StepError
+from .errors import OTHER_ATTRIBUTES, PrepareError, RefusedError, StepError, refuse_argument
 from .registry import PARTS, reported
 from .training import wrapper
 from .training.collectives import Collectives
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .strategies.transforms import CompileOptions
     from .trackers import TrackerName
     from .trackers.logbook import GeneralTracker
-    from .training import gradients, moved, oom, prepare, state
+    from .training import gradients, oom, prepare, state
 
     OneTracker: TypeAlias = TrackerName | LoggerType | Tracker | GeneralTracker | type[Tracker] | type[GeneralTracker]
     StrategyOptions: TypeAlias = (
@@ -68,7 +68,6 @@ modules_at_first_use(
     globals(),
     *("data", "precision"),
     gradients="training.gradients",
-    moved="training.moved",
     oom="training.oom",
     prepare="training.prepare",
     records="options",
@@ -93,7 +92,7 @@ def _explain_keywords(init: Init) -> Init:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = state.report_end
         for name in keywords.keys() - parameters:
-            moved.refuse_argument(name, parameters)
+            refuse_argument(name, parameters)
         init(self, *arguments, **keywords)
 
     return checked_init  # type: ignore[return-value]
@@ -224,8 +223,8 @@ class Accelerator(Collectives, Checkpoints):
             undo_on_error.callback(self._world.close)
             undo_on_error.callback(self._undo.close)
             run = self._run = state.Run(self._world, plan, self._window, reference, self._parts, request.project)
-            state.register(run)
-            undo_on_error.callback(state.unregister, run)
+            state.OPEN_RUNS[id(run)] = run
+            undo_on_error.callback(state.OPEN_RUNS.pop, id(run), None)
             self._world.start_hang_watch(settings.hang_after, settings.project_dir)
             for name in PARTS.asked(settings):
                 part = PARTS[name].wanted(settings)
@@ -1021,7 +1020,7 @@ class Accelerator(Collectives, Checkpoints):
         with ExitStack() as last_first:  # calls the last one first, and each of them even after an error
             last_first.callback(self._parts.release)
             last_first.callback(self._world.close)
-            last_first.callback(state.unregister, self._run)
+            last_first.callback(state.OPEN_RUNS.pop, id(self._run), None)
             last_first.callback(self._undo.close)
             last_first.callback(self._release)
             for close_part in reversed(self._parts.close):
@@ -1033,7 +1032,7 @@ class Accelerator(Collectives, Checkpoints):
     if not TYPE_CHECKING:  # type checkers would take it for a class that has every name
 
         def __getattr__(self, name: str) -> Any:
-            remedy = moved.OTHER_ATTRIBUTES.get(name)
+            remedy = OTHER_ATTRIBUTES.get(name)
             hint = "" if remedy is None else f": {remedy}"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 

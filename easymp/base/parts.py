@@ -302,7 +302,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.all: tuple[Part, ...] = ()
-        self._users: set[Part] = set()  # parts of the script
+        self.users: set[Part] = set()  # parts of the script
         self._disabled: set[tuple[Part, str]] = set()  # events that a part does not need any more
         self._collect()
 
@@ -326,7 +326,7 @@ class Parts:
             raise SettingError(f"part {part.name!r} belongs to another open Accelerator: make one part for each")
         part._run = ref(run)
         if of_user:
-            self._users.add(part)
+            self.users.add(part)
         self.all = (*self.all, part)
         self._collect()
 
@@ -356,10 +356,6 @@ class Parts:
         """The part of this name, or None."""
         return next((part for part in self.all if part.name == name), None)
 
-    def is_users(self, part: Part) -> bool:
-        """Whether `part` is one of the script's."""
-        return part in self._users
-
     def _collect(self) -> None:
         for event in EVENTS:
             calls = [
@@ -372,7 +368,7 @@ class Parts:
     def _call(self, part: Part, event: str) -> Callable[..., Any]:
         """The method of `part`; errors of the script's parts say where they come from."""
         call: Callable[..., Any] = getattr(part, event)
-        if part not in self._users:
+        if part not in self.users:
             return call
 
         @wraps(call)

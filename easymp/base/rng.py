@@ -102,6 +102,27 @@ def diverge(rank: int) -> None:
             torch.manual_seed(seed)  # Python's and NumPy's streams were not seeded, and differ already
 
 
+# -- the stream of a device
+
+
+def random_state(device: torch.device) -> Any:
+    """The state of torch's generator of a device: on CUDA two numbers."""
+    if device.type != "cuda":
+        return torch.default_generator.get_state()
+    generator = torch.cuda.default_generators[device.index or 0]
+    return generator.initial_seed(), generator.get_offset()
+
+
+def put_random_state(device: torch.device, state: Any) -> None:
+    """Restore what `random_state` returned."""
+    if device.type != "cuda":
+        torch.default_generator.set_state(state)
+        return
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.manual_seed(state[0])
+    generator.set_offset(state[1])
+
+
 # -- flags of torch, set for a run and put back after it
 
 

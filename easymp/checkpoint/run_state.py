@@ -169,7 +169,7 @@ class PartState:
 
     def restore(self, source: CheckpointReader) -> Callable[[], None]:
         if self._name not in source:
-            if self._parts.is_users(self._part) and self._part.state() is not None:
+            if self._part in self._parts.users and self._part.state() is not None:
                 source.complain(f"the checkpoint has no state of part {self._part.name!r}")
             return leave
         state = source.state(self._name)

@@ -19,8 +19,8 @@ from ..base.parts import Part
 from ..distributed import first_difference, odd_one_out
 from ..errors import WorldError, failing
 from ..strategies.single import copies
-from ..training.compare import describe_options
 from ..training.prepare import ADD_BEFORE_PREPARE
+from ..training.state import describe_options
 
 if TYPE_CHECKING:
     from ..optim.optimizer import PreparedOptimizer

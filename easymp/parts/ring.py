@@ -25,11 +25,11 @@ from torch import Tensor
 from ..base import env
 from ..base.dtensor import local
 from ..base.parts import Part
+from ..base.rng import random_state
 from ..checkpoint.buffers import as_bytes
 from ..errors import SettingError
 from ..settings import RECORD
 from ..trackers.rows import Pending, Row
-from ..training.search import random_state
 from ..version import __version__
 
 if TYPE_CHECKING:

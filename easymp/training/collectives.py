@@ -14,8 +14,7 @@ from torch import Tensor
 from ..base.lazy import modules_at_first_use
 from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
 from ..distributed.processes import Processes
-from ..errors import ALIKE, BatchError, LeafError, SettingError, StepError, WorldError
-from .moved import without
+from ..errors import ALIKE, BatchError, LeafError, SettingError, StepError, WorldError, without
 
 if TYPE_CHECKING:
     from ..base.accumulation import UpdateWindow

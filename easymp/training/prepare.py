@@ -37,9 +37,8 @@ from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.transforms import CompileOptions, Compiling, can_compile
-from .compare import compare_prepared
 from .memory import AutoStrategy, Memory
-from .state import Run
+from .state import Run, compare_prepared
 from .wrapper import Route, forward_methods, make_view
 
 if TYPE_CHECKING:

@@ -29,7 +29,15 @@ from ...checkpoint.load import Loaded
 from ...checkpoint.ranks import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import check_backend, read_ranks
-from ...errors import BatchError, CheckpointError, RefusedError, SettingError, StepError
+from ...errors import (
+    OTHER_ARGUMENTS,
+    SETTING_REMEDIES,
+    BatchError,
+    CheckpointError,
+    RefusedError,
+    SettingError,
+    StepError,
+)
 from ...logging import get_logger
 from ...optim import PreparedScheduler
 from ...options import (
@@ -45,7 +53,6 @@ from ...settings import as_record, read_record, resolve
 from ...trackers import TRACKERS
 from ...trackers.logbook import SILENT
 from ...training.collectives import gather_object
-from ...training.moved import OTHER_ARGUMENTS, SETTING_REMEDIES
 from ...training.prepare import PrepareOptions
 from ...training.state import accelerators
 from ..layer import plain_steps_on_cpu, saving_between_micro_batches, unless_set
