@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, TypeVarTuple, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,13 @@ if TYPE_CHECKING:
     StrategyOptions: TypeAlias = (
         DistributedDataParallelKwargs | FSDPOptions | LocalSGDOptions | PipelineOptions | TensorParallelOptions
     )
+
+    class PrepareKeywords(TypedDict, total=False):
+        """Keywords of `Accelerator.prepare`."""
+
+        device_placement: Sequence[bool | None] | None
+        forward_methods: str | Sequence[str]
+
 
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
 modules_at_first_use(
@@ -347,24 +354,11 @@ class Accelerator(Collectives, Checkpoints):
     # -- prepare
 
     @overload
-    def prepare(
-        self,
-        given: T,
-        /,
-        *,
-        device_placement: Sequence[bool | None] | None = None,
-        forward_methods: str | Sequence[str] = (),
-    ) -> T: ...
+    def prepare(self, given: T, /, **keywords: Unpack[PrepareKeywords]) -> T: ...
 
     @overload
     def prepare(
-        self,
-        first: First,
-        second: Second,
-        /,
-        *others: *Others,
-        device_placement: Sequence[bool | None] | None = None,
-        forward_methods: str | Sequence[str] = (),
+        self, first: First, second: Second, /, *others: *Others, **keywords: Unpack[PrepareKeywords]
     ) -> tuple[First, Second, *Others]: ...
 
     def prepare(  # type: ignore[misc]  # mypy compares *Others with *objects wrongly
@@ -529,9 +523,6 @@ class Accelerator(Collectives, Checkpoints):
         Args:
             models: prepared models whose gradients are accumulated; none means all.
 
-        Returns:
-            A context manager, for ``with``.
-
         Raises:
             StepError: a model that is not prepared.
 
@@ -582,9 +573,6 @@ class Accelerator(Collectives, Checkpoints):
         Args:
             joinables: prepared models.
             even_batches: over the loaders' setting, while inside.
-
-        Returns:
-            A context manager, for ``with``.
 
         Raises:
             RefusedError: the strategy, a synchronised batch-norm, gradient accumulation, or a `comm_hook` needs every

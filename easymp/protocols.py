@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 from .errors import SettingError
 
 if TYPE_CHECKING:
-    import argparse
-
     import torch
     from torch import Tensor, nn
 
@@ -64,18 +62,12 @@ class Refusal(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Two words that do not go together, and why; a row of the table of `easymp.conflicts`.
-
-    Attributes:
-        word, other: words of the table, in any order.
-        reason: why, as a clause.
-        remedy: what to do, as a sentence without its full stop.
-    """
+    """Two words that do not go together, in any order, and why; a row of the table of `easymp.conflicts`."""
 
     word: str
     other: str
-    reason: str
-    remedy: str
+    reason: str  # as a clause
+    remedy: str  # as a sentence without its full stop
 
     def __str__(self) -> str:
         return f"{self.word} and {self.other} do not go together: {self.reason}. {self.remedy}"
@@ -90,19 +82,12 @@ class Facts(NamedTuple):
 
 
 class WrapContext(NamedTuple):
-    """What a strategy applies to a model while it wraps it.
+    """What a strategy applies to a model while it wraps it."""
 
-    Attributes:
-        policy: dtypes, and autocast.
-        place: whether to move the model to the rank's device.
-        initialize: gives values to a module that was built on the meta device (see `materialise`).
-        compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module
-            that torch.compile should see whole.
-    """
-
-    policy: Precision
-    place: bool = True
-    initialize: Callable[[nn.Module], object] | None = None
+    policy: Precision  # dtypes, and autocast
+    place: bool = True  # whether to move the model to the rank's device
+    initialize: Callable[[nn.Module], object] | None = None  # gives values to a module on the meta device
+    # Compiles the call of a module in place, if the user asked for it: of that which torch.compile should see whole.
     compile: Callable[[nn.Module], None] = lambda module: None
 
 
@@ -131,31 +116,18 @@ def chunk_elements(count: int) -> Elements:
 
 
 class Layout(NamedTuple):
-    """Elements that one rank holds of a model in training; `easymp.training.memory` converts them to bytes.
-
-    Attributes:
-        weights, gradients: of a parameter, and of its gradient.
-        states: of each optimizer state, and of fp32 master weights.
-        copies: of autocast's half-precision copies of weights, at the end of forward.
-        gathers: layers compute with gathered weights; half precisions gather them in their own dtype and need no
-            copies.
-        gathered: other ranks' weights that are gathered here, at the peak.
-        unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
-        reducing: gradients in communication buffers, at the peak.
-        early: gradients held at once under `optimizer_in_backward`; 0: those of the largest parameter.
-        note: which figures are approximate.
-    """
+    """Elements that one rank holds of a model in training; `easymp.training.memory` converts them to bytes."""
 
     weights: Elements = all_elements
     gradients: Elements = all_elements
-    states: Elements = all_elements
-    copies: Elements = all_elements
-    gathers: bool = False
-    gathered: int = 0
-    unreduced: int = 0
-    reducing: int = 0
-    early: int = 0
-    note: str = ""
+    states: Elements = all_elements  # of each optimizer state, and of fp32 master weights
+    copies: Elements = all_elements  # of autocast's half-precision copies of weights, at the end of forward
+    gathers: bool = False  # layers compute with gathered weights, which half precisions gather in their own dtype
+    gathered: int = 0  # other ranks' weights that are gathered here, at the peak
+    unreduced: int = 0  # whole gradients in the dtype of gathered weights, beside those in `gradients`, at the peak
+    reducing: int = 0  # gradients in communication buffers, at the peak
+    early: int = 0  # gradients held at once under `optimizer_in_backward`; 0: those of the largest parameter
+    note: str = ""  # which figures are approximate
 
 
 class Counting(NamedTuple):
@@ -386,13 +358,6 @@ class Tracker(Protocol):
     def finish(self) -> None:
         """End the run. All rows must be on disk or with the service when it returns."""
         ...
-
-
-class Command(Protocol):
-    """One word after ``easymp``."""
-
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 # -- fields of records of settings and options -------------------------------------------------------------------------

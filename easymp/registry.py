@@ -16,19 +16,11 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Classes by name.
-
-    Args:
-        rows: name → ("file below the package:class", its description in a few words).
-
-    Attributes:
-        homes: name → where its class is.
-        words: name → its description.
-    """
+    """Classes by name, of rows with "file below the package:class" and a description in a few words."""
 
     def __init__(self, rows: Mapping[str, tuple[str, str]]) -> None:
-        self.homes = {name: home for name, (home, _) in rows.items()}
-        self.words = {name: words for name, (_, words) in rows.items()}
+        self.homes = {name: home for name, (home, _) in rows.items()}  # where the class is
+        self.words = {name: words for name, (_, words) in rows.items()}  # its description
 
     def __getitem__(self, name: str) -> T:
         file, _, kind = self.homes[name].partition(":")

@@ -7,7 +7,7 @@ clipping, the loss scale and the optimizers read and advance the window. It does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import StepError
 from .dtensor import local
@@ -75,42 +74,22 @@ class UpdateWindow:
     """The micro-steps from one update to the next. A loader, here, is anything with an attribute `last`.
 
     A copy or a pickle begins anew.
-
-    Attributes:
-        accumulation: micro-steps in a full window.
-        micro: micro-steps begun in the current window.
-        sync: whether the current micro-step ends its window, so that gradients are reduced and optimizers step.
-        backwards: backward passes in the current micro-step; without `accumulate`, in the run.
-        in_accumulate: whether an `accumulate` block is open.
-        turns: optimizer → its part in this update.
-        counts_items: whether a window of several micro-steps is being counted in items.
-        items: items of the last counted window over all ranks, until a tracker reads them.
-        end_with_loader: whether the last batch of the loader being read ends the window early.
-        parts: the run's parts, which hear of the loop.
-        refuse: raises where a call does not go together with something that is in force; set by a run.
-        ranks_differ: whether ranks may differ in parameters and in the number of updates, as inside `no_sync`.
-        joining: whether ranks may be out of batches, as inside `join_uneven_inputs`: some take no part in a step.
-        epochs: the running epoch of an ``accelerator.epochs(n)`` loop, and n; None before the first one.
-        resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
-        went_on: whether one of them has continued since.
-        full_passes: after a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, not
-            an empty rest.
-        enclosing: the loader of the innermost loop.
-        reading: the same, or without a loop the loader of an iterator that the script holds.
-        outermost: the loader of the outermost loop, or of such an iterator.
-        packed: whether one of the open loaders packs samples by tokens, so that its batches hold unequal numbers of
-            items.
     """
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True, parts: Parts | None = None) -> None:
-        self.accumulation, self.end_with_loader = accumulation, end_with_loader
-        self.parts = Parts() if parts is None else parts
+        self.accumulation = accumulation  # micro-steps in a full window
+        self.end_with_loader = end_with_loader  # whether the last batch of the loader being read ends the window early
+        self.parts = Parts() if parts is None else parts  # of the run, which hear of the loop
+        # Raises where a call does not go together with something that is in force; set by a run.
         self.refuse: Callable[..., None] = lambda *words: None
-        self.ranks_differ = self.joining = False
-        self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
-        self.epochs: tuple[int, int] | None = None
-        self.resuming: set[int] = set()
-        self.went_on = self.full_passes = False
+        self.ranks_differ = False  # whether ranks may differ in parameters and in updates, as inside `no_sync`
+        self.joining = False  # whether ranks may be out of batches, and so take no part in a step
+        self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()  # optimizer → its part in this update
+        self.epochs: tuple[int, int] | None = None  # the running epoch of ``accelerator.epochs(n)``, and n
+        self.resuming: set[int] = set()  # ids of loaders that a checkpoint left in a pass: the next one is its rest
+        self.went_on = False  # whether one of them has continued since
+        # After a checkpoint at a loader's last batch the next pass is the next epoch, as in Accelerate, no empty rest.
+        self.full_passes = False
         self.reset()
 
     def __reduce__(self) -> Any:
@@ -118,9 +97,12 @@ class UpdateWindow:
 
     def reset(self) -> None:
         """Forget the window and the loops: nothing has been trained yet."""
-        self.micro = self.backwards = 0
-        self.sync, self.in_accumulate, self.counts_items = True, False, False
-        self.items: Tensor | None = None
+        self.micro = 0  # micro-steps begun in the current window
+        self.backwards = 0  # backward passes in the current micro-step; without `accumulate`, in the run
+        self.sync = True  # whether the current micro-step ends its window: gradients are reduced, optimizers step
+        self.in_accumulate = False  # whether an `accumulate` block is open
+        self.counts_items = False  # whether a window of several micro-steps is being counted in items
+        self.items: Tensor | None = None  # of the last counted window over all ranks, until a tracker reads them
         self.begin()
         self._loops: list[Any] = []  # loaders of nested loops
         self._iterators: list[Any] = []  # loaders of iterators that the script holds, and asks when it likes
@@ -189,28 +171,6 @@ class UpdateWindow:
             return False
         begins = waiting or not self.backwards  # a micro-step; otherwise the call follows this one's step
         return bool((begins and self.micro > 1) or (self.backwards and not self.sync))
-
-    def refuse_unprepared(
-        self, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
-    ) -> Callable[[], None]:
-        """Refuse steps of unprepared optimizers on prepared parameters inside a window; the result removes the check.
-
-        They would step at each micro-batch, on a part of the gradient. torch calls the hook at every optimizer's step.
-        """
-
-        def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not self.in_accumulate or self.accumulation == 1:
-                return
-            if any(optimizer is prepared.optimizer or optimizer is prepared.given for prepared in optimizers):
-                return  # also if it holds more than it did when it was prepared: groups are added
-            ids = (id(p) for group in optimizer.param_groups for p in group["params"])
-            if any(p in owner and p not in stepped_by for p in ids):
-                raise StepError(
-                    f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at "
-                    f"each of the {self.accumulation} micro-batches. Pass it to prepare() and use what that returns"
-                )
-
-        return register_optimizer_step_pre_hook(check).remove
 
     # -- items
 
@@ -292,10 +252,11 @@ class UpdateWindow:
 
     def _update_loaders(self) -> None:
         """Update the attributes about loops, which change once a pass and are read at every batch."""
-        self.enclosing: Any = self._loops[-1] if self._loops else None
+        self.enclosing: Any = self._loops[-1] if self._loops else None  # of the innermost loop
         loaders = self._loops or self._iterators or [None]
-        self.reading: Any = loaders[-1]
+        self.reading: Any = loaders[-1]  # the same, or without a loop that of an iterator which the script holds
         self.outermost: Any = loaders[0]
+        # Whether batches hold unequal numbers of items, since an open loader packs samples by tokens.
         self.packed = any(getattr(loader, "tokens", None) for loader in (*self._loops, *self._iterators))
 
     def begin_pass(self, loader: Any, as_iterator: bool = False) -> None:

@@ -14,12 +14,8 @@ from .pytree import send_to_device
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor, sharing its memory; any other tensor itself.
-
-    Elementwise work on shards avoids DTensor's dispatch, and takes one list with plain tensors. A DTensor is recognised
-    by its method, because importing its class is slow.
-    """
-    to_local = getattr(tensor, "to_local", None)
+    """The shard of a DTensor, sharing its memory; any other tensor itself."""
+    to_local = getattr(tensor, "to_local", None)  # importing DTensor, to ask for the class, is slow
     if to_local is None:
         return tensor
     shard: Tensor = to_local()
@@ -158,10 +154,8 @@ def rebind(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names:
 def follow(optimizer: torch.optim.Optimizer, raised: Mapping[int, torch.dtype]) -> None:
     """Move the state of `optimizer` to the devices of its parameters, which may have moved since a step or a load.
 
-    As in torch's `load_state_dict`, step counters stay on the CPU unless the optimizer is fused or capturable.
-
-    Args:
-        raised: id of a parameter that has become fp32 → its dtype before. States of that dtype become fp32, too.
+    As in torch's `load_state_dict`, step counters stay on the CPU unless the optimizer is fused or capturable. `raised`
+    maps ids of parameters that have become fp32 to their dtypes before: states of that dtype become fp32, too.
     """
     for group in optimizer.param_groups:
         on_device = bool(group.get("fused") or group.get("capturable"))

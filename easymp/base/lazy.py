@@ -18,14 +18,10 @@ def at_first_use(
     inner: Homes | None = None,
     elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__all__``, ``__getattr__`` and ``__dir__``.
+    """A package's ``__all__``, ``__getattr__`` and ``__dir__``. Its `namespace` keeps the loaded values.
 
-    Args:
-        package: its ``__name__``.
-        namespace: its ``globals()``, which keep the loaded values.
-        public: names in ``__all__``, by module. A name that ends its module's path is the module itself.
-        inner: names for easymp's other packages, which ``__all__`` leaves out.
-        elsewhere: names that users may expect here → the text of the ImportError, which names their place.
+    ``__all__`` has the `public` names, and not the `inner` ones for easymp's other packages. A name that ends its
+    module's path is the module itself. `elsewhere` has names that users may expect here → the text of the ImportError.
     """
     home = {name: file for homes in (public, inner or {}) for file, names in homes.items() for name in names}
     listed = sorted(name for names in public.values() for name in names)
@@ -43,14 +39,10 @@ def at_first_use(
 
 
 def modules_at_first_use(namespace: dict[str, Any], *files: str, **renamed: str) -> None:
-    """Define lazy modules in the caller's `namespace`. The first access to an attribute of one loads all of them.
+    """Define lazy modules in the caller's ``globals()``. The first access to an attribute of one loads all of them.
 
-    The caller imports the same modules under TYPE_CHECKING, for type checkers and for the check of the layers.
-
-    Args:
-        namespace: its ``globals()``.
-        files: modules of the caller's package, under their own names.
-        renamed: modules under another name: ``planning="plan"``.
+    `files` have their own names, and `renamed` ones another: ``planning="plan"``. The caller imports the same modules
+    under TYPE_CHECKING, for type checkers and for the check of the layers.
     """
     home = dict(zip(files, files)) | renamed
 

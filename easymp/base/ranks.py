@@ -85,16 +85,16 @@ def read_ranks() -> Ranks:
         # Ray Train names the worker's accelerator, since a worker may see several.
         device = re.fullmatch(r"\w+:(\d+)", env.read("ACCELERATE_TORCH_DEVICE", ""))
         return group._replace(device=int(device[1]) if device else None)
-    announced, reason = read()
-    if announced is None:
-        if reason == BATCH and env.integer("SLURM_NTASKS", 1) > 1:
+    announced = read()
+    if isinstance(announced, str):
+        if announced == BATCH and env.integer("SLURM_NTASKS", 1) > 1:
             warnings.warn(
                 f"one process trains, of the {env.read('SLURM_NTASKS')} tasks of Slurm's job: its batch script starts "
                 "all of them with srun before the command",
                 EasympWarning,
                 stacklevel=3,
             )
-        return Ranks(single_reason=f"no launcher announced others: {reason}") if reason else Ranks()
+        return Ranks(single_reason=f"no launcher announced others: {announced}") if announced else Ranks()
     launcher, single = announced.launcher, announced.processes == 1
     if announced.processes == 0:  # one for each accelerator of the node
         import torch
@@ -127,30 +127,28 @@ def _ranks(announced: Announced) -> Ranks:
     )
 
 
-def read() -> tuple[Announced | None, str]:
-    """This process among those that a launcher announced; or None, and why it trains alone ("" without a launcher)."""
-    explicit = _read_explicit(EXPLICIT)
-    pod = _read_pod(KUBEFLOW)
-    if isinstance(pod, Announced) and (isinstance(explicit, str) or pod.processes > 1):
-        return pod, ""
-    if isinstance(explicit, Announced) and (explicit.size > 1 or _within_torchrun()):
-        return explicit, ""
+def read() -> Announced | str:
+    """This process among those that a launcher announced; or why it trains alone ("" without a launcher)."""
+    explicit, pod = _announced(EXPLICIT), _read_pod(KUBEFLOW)
+    if isinstance(pod, Announced) and (explicit is None or pod.processes > 1):
+        return pod
+    if explicit is not None and (explicit.size > 1 or _within_torchrun()):
+        return explicit
     answers = (launcher.read(launcher) for launcher in LAUNCHERS if launcher not in (EXPLICIT, KUBEFLOW))
-    answer: Announced | str = next((answer for answer in answers if answer), "")
-    announced, reason = (answer, "") if isinstance(answer, Announced) else (None, answer)
-    if isinstance(explicit, str):
-        return announced, reason
-    if announced is not None:
+    announced: Announced | str = next((answer for answer in answers if answer), "")
+    if explicit is None:
+        return announced
+    if isinstance(announced, Announced):
         raise WorldError(
             f"{variables('RANK', 'WORLD_SIZE')} announce one process, and {announced.launcher.name} announces "
             f"{announced.size} by {variables(announced.launcher.rank, announced.launcher.size)}: unset RANK and "
             f"WORLD_SIZE to train on all {announced.size}"
         )
-    return (None, ONE) if None in (explicit.address, explicit.port) else (explicit, "")
+    return ONE if None in (explicit.address, explicit.port) else explicit
 
 
-def read_node() -> tuple[Announced | None, str]:
-    """The announced node, or process, whose ranks this launching process starts, or None and the reason, as `read`."""
+def read_node() -> Announced | str:
+    """The announced node, or process, whose ranks this launching process starts; or the reason, as `read`."""
     if env.read("TORCHELASTIC_RUN_ID") is not None and env.integer("WORLD_SIZE", 1) > 1:
         raise WorldError(
             f"this process is rank {env.read('RANK')} of {env.read('WORLD_SIZE')}, which torchrun or `easymp launch` "
@@ -158,7 +156,7 @@ def read_node() -> tuple[Announced | None, str]:
             "outside of the ranks; for a run apart, unset TORCHELASTIC_RUN_ID, RANK and WORLD_SIZE"
         )
     pod = _read_pod(KUBEFLOW)
-    return (pod, "") if isinstance(pod, Announced) else read()
+    return pod if isinstance(pod, Announced) else read()
 
 
 def variables(*names: str) -> str:
@@ -202,10 +200,6 @@ def _missing(present: str, absent: str) -> WorldError:
         f"{variables(present)} is in the environment but {absent} is not: a launcher sets both. Start with "
         f"`easymp launch` or another launcher, set {absent}, or unset {present} to train in one process"
     )
-
-
-def _read_explicit(launcher: Launcher) -> Announced | str:
-    return _announced(launcher) or ""
 
 
 # -- nodes that start their processes ----------------------------------------------------------------------------------
@@ -393,7 +387,7 @@ def _mpi(name: str, prefix: str, job: str = "") -> Launcher:
 
 GROUP = Launcher("the process group", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # torchrun, `easymp launch`, Ray, Kubernetes. PyTorchJob of Kubeflow sets RANK to the pod's number.
-EXPLICIT = GROUP._replace(name="RANK and WORLD_SIZE", read=_read_explicit)
+EXPLICIT = GROUP._replace(name="RANK and WORLD_SIZE")
 KUBEFLOW = Launcher(
     "PET_NNODES and PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_NNODES", address="PET_MASTER_ADDR",
     port="PET_MASTER_PORT", node_size="PET_NPROC_PER_NODE", read=_read_pod,

@@ -13,10 +13,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import CheckpointError, EasympError, NoCheckpointError, nearest
-from ..protocols import Command
 from ..settings import NAMES
 from ..version import __version__
 
@@ -132,7 +131,8 @@ def run_command(argv: list[str]) -> int:
     module, parser = module_of(name), parser_of(name)
     if hasattr(module, "reworded"):
         arguments = module.reworded(arguments, parser)
-    return module.run(parser.parse_args(arguments))
+    exit_code: int = module.run(parser.parse_args(arguments))
+    return exit_code
 
 
 def parser_of(name: str) -> Parser:
@@ -142,7 +142,7 @@ def parser_of(name: str) -> Parser:
     return parser
 
 
-def module_of(name: str) -> Command:
+def module_of(name: str) -> Any:
     return importlib.import_module(f".{name}", __name__)
 
 

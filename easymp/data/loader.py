@@ -72,6 +72,7 @@ class PreparedLoader(DataLoader[Any]):
         []
     """
 
+    dataset: Any
     epoch = position = pass_start = finished = 0
     ended: tuple[int, int] | None = None
     last = False

@@ -46,11 +46,9 @@ def description(sampler: Any) -> str:
 
 
 def draw(sampler: Any, seed: int | None, chunk: int = 1) -> Sequence[Any] | Iterator[Any]:
-    """The order of one epoch.
+    """The order of one epoch; without a `seed` as a plain DataLoader draws it, from the random streams.
 
-    Args:
-        seed: None draws from the sampler's or the process's random streams, as a plain DataLoader does.
-        chunk: items drawn at a time from a sampler without a length, of which the order is an iterator.
+    Of a sampler without a length it is an iterator, which draws `chunk` items at a time.
     """
     kind = type(sampler)
     if kind is SequentialSampler:
@@ -279,10 +277,8 @@ def rounds(
 ) -> Iterator[Round]:
     """Global batches from a stream of unknown length. The first items of the stream complete its last round.
 
-    Args:
-        items: samples or indices, of which the first is at `position`.
-        weigh: items are ready batches, of so many samples each (None: unknown, counts as one).
-        start: position, in samples, of the first round.
+    The first of `items` is at `position`, and the first round at `start`, in samples. With `weigh`, items are ready
+    batches of so many samples each (None: unknown, counts as one).
     """
     length = cut.global_batch if weigh is None else cut.ranks
     reader = iter(items)

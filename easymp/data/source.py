@@ -78,16 +78,14 @@ def rebuild(loader: DataLoader[Any], dataset: Any, pin_memory: bool, **sampling:
 # -- random numbers of data sets and collate functions: f(seed, epoch, batch)
 
 
-class Seeded:
+class Seeded(NamedTuple):
     """Indices of one batch for a worker. Unpickling them seeds the worker's random streams."""
 
-    __slots__ = ("_indices", "_seed")
-
-    def __init__(self, indices: Any, seed: int) -> None:
-        self._indices, self._seed = indices, seed
+    indices: Any
+    seed: int
 
     def __reduce__(self) -> Any:
-        return _seed_and_return, (self._indices, self._seed)
+        return _seed_and_return, (self.indices, self.seed)
 
 
 def _seed_and_return(indices: Any, seed: int) -> Any:
@@ -247,19 +245,7 @@ class IndexBatches:
 
 
 class MapSource:
-    """Reads a map-style data set by batches of indices.
-
-    A note is queued for each list of indices that goes to the DataLoader and taken off with its batch, in the same
-    order.
-
-    Args:
-        ranks: the data ranks that this process reads for: its own, or all of them.
-        batch_mode: None, or for samplers of batches: "deal" whole batches to the ranks, "split" each batch.
-        seeded: draw by f(seed, epoch); otherwise as a plain DataLoader, whose order rank 0 draws for all.
-        for_all: this process draws and reads for all ranks.
-        loads_ahead: this process loads a batch before the step of the one before it.
-        budget: cuts the order by tokens; None: by `cut`'s number of samples.
-    """
+    """Reads a map-style data set by batches of indices, each with a note that waits until its batch is there."""
 
     _packed: tuple[int, int, Any] | None = None  # epoch, seed and order, where tokens are counted
     _counts: tuple[Any, list[int]] | None = None  # epoch, seed and cut, and the micro-batches of each rank by tokens
@@ -273,16 +259,16 @@ class MapSource:
         loader: DataLoader[Any],
         sampler: Any,
         cut: Cut,
-        ranks: Sequence[int],
+        ranks: Sequence[int],  # data ranks that this process reads for: its own, or all of them
         world: World,
         *,
         seed: int,
-        batch_mode: str | None,
-        seeded: bool,
+        batch_mode: str | None,  # None, or for samplers of batches: "deal" whole ones to the ranks, "split" each one
+        seeded: bool,  # draw by f(seed, epoch); else as a plain DataLoader, whose order rank 0 draws for all
         pin_memory: bool,
-        for_all: bool,
-        loads_ahead: bool,
-        budget: TokenBudget | None = None,
+        for_all: bool,  # this process draws and reads for all ranks
+        loads_ahead: bool,  # this process loads a batch before the step of the one before it
+        budget: TokenBudget | None = None,  # cuts the order by tokens; None: by `cut`'s number of samples
         collate_fn: Callable[[Any], Any] | None = None,
     ) -> None:
         self.seed, self.cut, self._budget = seed, cut, budget

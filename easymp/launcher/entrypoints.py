@@ -108,11 +108,13 @@ def launch(processes: int | None = None) -> None:
     Example:
         >>> launch(processes=1)  # launch(2) would run this script twice, and exit
     """
-    announced, reason = ranks.read()
-    if reason == ranks.ONE or (announced is not None and announced.processes == 1 and announced.max_nodes is None):
+    announced = ranks.read()
+    if announced == ranks.ONE:
+        return
+    if isinstance(announced, ranks.Announced) and announced.processes == 1 and announced.max_nodes is None:
         return
     processes = _check_processes(processes)
-    if processes == 1 and announced is None:
+    if processes == 1 and isinstance(announced, str):
         return
     main = sys.modules["__main__"]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -259,10 +261,13 @@ def _check_processes(processes: int | None, max_restarts: int = 0) -> int:
 
 def default_processes() -> int:
     """The number announced for each node; else one an accelerator, or 1 without any (or with ``cpu`` set)."""
-    announced, _ = ranks.read_node()
-    if announced is not None and announced.processes > 1:
-        return announced.processes
-    if settings.resolve().cpu or (announced is not None and (announced.local_size or 1) > 1):
+    announced = ranks.read_node()
+    local_size: int | None = None
+    if isinstance(announced, ranks.Announced):
+        if announced.processes > 1:
+            return announced.processes
+        local_size = announced.local_size
+    if settings.resolve().cpu or (local_size or 1) > 1:
         return 1
     import torch
 

@@ -115,14 +115,14 @@ def find_nodes(
     """
     min_nodes, max_nodes = read_nodes(nodes or "1")
     variables: dict[str, str | None] = {}
-    announced, reason = ranks.read_node()
+    announced = ranks.read_node()
     job_nodes = env.integer("SLURM_JOB_NUM_NODES") or 1
-    if reason == ranks.BATCH and nodes is None and job_nodes > 1:
+    if announced == ranks.BATCH and nodes is None and job_nodes > 1:
         raise SettingError(
             f"Slurm's job has {job_nodes} nodes, and its batch script runs on the first one only: write srun before "
             "the command to start it on all, or pass --nodes 1"
         )
-    if announced is not None and (announced.size > 1 or announced.max_nodes is not None):
+    if isinstance(announced, ranks.Announced) and (announced.size > 1 or announced.max_nodes is not None):
         if nodes is None:
             min_nodes, max_nodes = announced.size, announced.max_nodes or announced.size
         elif not min_nodes <= announced.size <= max_nodes:

@@ -31,9 +31,6 @@ class Recomputation(Part):
     """Recomputes modules in backward: all that were asked for, or as many blocks as a rank needs to stay below a size.
 
     Their number is decided in a model's first training forward.
-
-    Args:
-        recomputed: which modules, and below how many bytes a rank is to stay.
     """
 
     name = "activation_checkpointing"

@@ -51,11 +51,7 @@ class Call(NamedTuple):
 
 
 class Nonfinite(Part):
-    """Answers to losses and gradients that are not finite.
-
-    Args:
-        answer: "warn", "skip" or "raise"; None: "skip" under a loss scale, else "warn".
-    """
+    """Answers to losses and gradients that are not finite."""
 
     name = "nonfinite"
 
@@ -305,14 +301,11 @@ class ModuleSearch:
     """Hooks that find the first module with numbers that are not finite, in forward or in backward.
 
     Each module waits for the device, and meanwhile nothing runs compiled.
-
-    Attributes:
-        result: where they are; "" so far.
-        calls: forwards of models.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self.result, self.calls = "", 0
+        self.result = ""  # where they are
+        self.calls = 0  # forwards of models
         self._running: list[str] = []  # modules whose forward is under way, with the range of their inputs
         self._arrived: int | None = None  # at an output: a gradient that the next hook may trace to a module's inputs
         self._removals: list[Callable[[], object]] = []

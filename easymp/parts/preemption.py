@@ -31,16 +31,12 @@ PATIENCE = 20.0  # seconds to wait for the other ranks' answers
 
 
 class Preemption(Part):
-    """Saves the run and ends it after a signal, at the end of a loop body that all ranks still have before them.
-
-    Args:
-        save_on_signal: True: from the beginning; None: from `resume` on.
-    """
+    """Saves the run and ends it after a signal, at the end of a loop body that all ranks still have before them."""
 
     name = "preemption"
 
     def __init__(self, save_on_signal: bool | None) -> None:
-        self._at_once = bool(save_on_signal)
+        self._at_once = bool(save_on_signal)  # else from `resume` on
         self._former_handlers: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()

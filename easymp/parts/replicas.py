@@ -54,16 +54,12 @@ class _Comparison(NamedTuple):
 
 
 class Replicas(Part):
-    """Compares parameters that prepared optimizers step, and their options; with the first also the other parameters.
-
-    Args:
-        every: updates of an optimizer from one comparison to the next; the first updates are compared, too.
-    """
+    """Compares parameters that prepared optimizers step, and their options; with the first also other parameters."""
 
     name = "replicas"
 
     def __init__(self, every: int) -> None:
-        self._every = every
+        self._every = every  # updates from one comparison to the next, after the first ones
         self._updates: dict[int, int] = {}  # by id of an optimizer
         self._frozen: dict[int, list[Tensor]] = {}  # parameters that an optimizer's first update did not train
         self._number_of_parameters: dict[int, int] = {}

@@ -78,11 +78,7 @@ class Entries(dict[tuple[int, int], Entry]):
 
 
 class UpdateRing(Part):
-    """Writes the last updates of this rank.
-
-    Args:
-        size: number of updates that are kept.
-    """
+    """Writes the last updates of this rank, `size` of them."""
 
     name = "replay"
 

@@ -54,10 +54,8 @@ def count_activations(
 ) -> Activations:
     """Count what forward keeps; with all parts recomputed, the average one is whole beside what the others keep.
 
-    Args:
-        sample: positional arguments in a tuple, keyword arguments in a dict, both in a pair of these, or one tensor.
-        available: bytes that activations may take, where `which` leaves the number of blocks open.
-        offload: what forward keeps is in the host's memory.
+    `available` is what activations may take where `recomputed` leaves the number of blocks open. With `offload`, what
+    forward keeps is in the host's memory.
     """
     autocast = policy.param == torch.float32
     compute = policy.compute if autocast and policy.compute != torch.float32 else None
@@ -71,7 +69,7 @@ def count_activations(
                 found = find_recomputed([twin], recomputed)  # type: ignore[arg-type]
                 recompute(found[:blocks], recomputed.selective)  # type: ignore[union-attr]
 
-        alive = follow_step(model, *follow_arguments, change, backward=True)
+        alive = follow_step(model, *follow_arguments, change)
         return alive._replace(peak=alive.peak - alive.kept) if offload else alive
 
     blocks = parts
@@ -114,17 +112,13 @@ def follow_step(
     kwargs: Mapping[str, Any],
     compute: torch.dtype | None,
     stored: torch.dtype | None,
-    change: Callable[[nn.Module], object] | None = None,
-    backward: bool = False,
+    change: Callable[[nn.Module], object] = lambda twin: None,
 ) -> Alive:
     """Follow a forward of a copy of `model`, which `change` may change, and a backward from the sum of its outputs.
 
     What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and
-    the random streams are left alone.
-
-    Args:
-        compute: autocast's type, or None for no autocast.
-        stored: what floating-point tensors are converted to before; None leaves them as they are.
+    the random streams are left alone. `compute` is autocast's type, or None for no autocast; floating-point tensors are
+    converted to the type `stored` before, unless it is None.
     """
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -198,8 +192,7 @@ def follow_step(
             for module in shapes.modules():
                 if isinstance(module, SyncBatchNorm):
                     module.__class__ = BatchNormOfOneRank  # type: ignore[assignment]  # it has the same attributes
-            if change:
-                change(shapes)
+            change(shapes)
             args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
             for leaf in leaves((args, kwargs)):
                 note(leaf)
@@ -211,7 +204,7 @@ def follow_step(
                 ends = [t.sum().real for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
                 del args, kwargs, outputs, shapes  # from here on only the graph holds activations
                 kept_bytes = current_bytes[False]
-                if backward and ends:
+                if ends:
                     end = sum(ends[1:], ends[0])
                     one = torch.ones_like(end)
                     weights.add(one.untyped_storage())  # which is not counted

@@ -397,8 +397,7 @@ def _together(
 ) -> T:
     """Apply `one` to every leaf of `tree`, after the ranks of `world` (None: only this one) have compared their trees.
 
-    Leaves are visited in the order of their paths, so that ranks' dicts may differ in the order of keys. Dimension
-    `free` may differ.
+    Dimension `free` may differ. So may the order of a dict's keys, since leaves are visited in the order of paths.
     """
     tensors = list(leaf_paths(tree))
     if world is not None:

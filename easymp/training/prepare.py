@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from .. import conflicts, cuda, optim
@@ -87,23 +88,9 @@ def identity(model: nn.Module) -> Identity:
 
 
 class Preparation:
-    """The table of all objects that one run has prepared, and the way that each goes into it.
+    """The table of all objects that one run has prepared, in the order they came, and the way of each into it."""
 
-    Attributes:
-        strategy: spreads models; "auto" may take another one when the first models come.
-        models, optimizers, schedulers, loaders: in the order they came; a model as the `Route` of its calls.
-        owner: id of a prepared parameter → its name.
-        identities: id of a model → its identity.
-        stepped_by: id of a parameter → its optimizer.
-        masters: id of a low-precision parameter → its fp32 master, where the precision has some.
-        sums: fp32 sums of low-precision gradients over a window.
-        converted: batch-norms that became synchronised ones, and the classes they had.
-        seed: of the data order and of ranks' random streams; the same on all ranks once something is prepared.
-        shares_gradients: gradients may be views of a bucket, or shards, that ranks average.
-        refuses_unprepared: steps of unprepared optimizers inside a window are refused.
-    """
-
-    refuses_unprepared = False
+    refuses_unprepared = False  # steps of unprepared optimizers inside a window are refused
 
     def __init__(
         self,
@@ -114,16 +101,17 @@ class Preparation:
     ) -> None:
         self._run, self._options, self._no_sync = run, options, no_sync
         self._auto = AutoStrategy(run)
-        self.models: list[Route] = []
+        self.models: list[Route] = []  # each as the route of its calls
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self._prepared_by_id: dict[int, Any] = {}  # id of a user's object, and of the prepared one → the prepared one
-        self.owner: dict[int, str] = {}
-        self.identities: dict[int, Identity] = {}
-        self.stepped_by: dict[int, PreparedOptimizer] = {}
-        self.masters: dict[int, Tensor] = {}
-        self.sums = optim.Sums(self.masters)
+        self.owner: dict[int, str] = {}  # id of a prepared parameter → its name
+        self.identities: dict[int, Identity] = {}  # by id of a model
+        self.stepped_by: dict[int, PreparedOptimizer] = {}  # by id of a parameter
+        self.masters: dict[int, Tensor] = {}  # id of a low-precision parameter → its fp32 master
+        self.sums = optim.Sums(self.masters)  # of low-precision gradients over a window, in fp32
+        # Batch-norms that became synchronised ones, and the classes they had.
         self.converted: list[tuple[nn.Module, type]] = []
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
         self._why_not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
@@ -140,6 +128,7 @@ class Preparation:
         seed = run.plan.settings.seed
         self._has_seed = seed is not None  # the same on all ranks
         self._diverges = options.diverge and self._has_seed  # all ranks draw from one random stream, until they differ
+        # Of the data order and of ranks' random streams; the same on all ranks once something is prepared.
         self.seed = torch.initial_seed() if seed is None else seed
 
     @property
@@ -198,6 +187,7 @@ class Preparation:
 
     def _take_strategy(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        # Gradients may be views of a bucket, or shards, that ranks average.
         self.shares_gradients = self._run.world.size > 1 and not strategy.local_updates
         self._run.find_refused(strategy)
 
@@ -511,9 +501,23 @@ class Preparation:
         return [o for o in self.optimizers if any(id(p) in ids for g in o.param_groups for p in g["params"])]
 
     def refuse_unprepared(self) -> None:
-        """From now on, refuse steps of unprepared optimizers on prepared parameters inside a window."""
+        """From now on, refuse steps of unprepared optimizers, which would step on a part of the gradient."""
         self.refuses_unprepared = True
-        self._removals.append(self._run.window.refuse_unprepared(self.owner, self.stepped_by, self.optimizers))
+        self._removals.append(register_optimizer_step_pre_hook(self._check_prepared).remove)
+
+    def _check_prepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step of an unprepared optimizer on prepared parameters inside a window; called at every step."""
+        window = self._run.window
+        if not window.in_accumulate or window.accumulation == 1:
+            return
+        if any(optimizer is prepared.optimizer or optimizer is prepared.given for prepared in self.optimizers):
+            return  # also if it holds more than it did when it was prepared: groups are added
+        ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if any(p in self.owner and p not in self.stepped_by for p in ids):
+            raise StepError(
+                f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each "
+                f"of the {window.accumulation} micro-batches. Pass it to prepare() and use what that returns"
+            )
 
     @contextmanager
     def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:

@@ -117,29 +117,18 @@ def _record(settings: Settings, name: str, kind: type[T], owner: str = "") -> T:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Run:
-    """An open Accelerator's world, plan and all else that parts see; or the world of a PartialState made without one.
-
-    Attributes:
-        world: this process and its peers.
-        plan: the decisions; parts refine their reasons.
-        window: the micro-steps of an update.
-        accelerator: returns the Accelerator, or None.
-        parts: the run's parts, in the order of their calls.
-        project: the folder for checkpoints and logs.
-        prepared, scaler, precision: all objects that were prepared, the loss scaler and the precision; set once by the
-            Accelerator.
-        refused: calls that do not go together with something that is in force, each with its sentence.
-    """
+    """An open Accelerator's world, plan and all else that parts see; or the world of a PartialState without one."""
 
     world: World
-    plan: Plan
+    plan: Plan  # parts refine its reasons
     window: UpdateWindow
-    accelerator: Callable[[], Any] = lambda: None
+    accelerator: Callable[[], Any] = lambda: None  # returns the Accelerator, or None
     parts: Parts = field(default_factory=Parts)
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
-    prepared: Any = None
+    prepared: Any = None  # all objects that were prepared; this and the next two are set once by the Accelerator
     scaler: Any = None
     precision: Any = None
+    # Calls that do not go together with something that is in force, each with its sentence.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def refine(self, name: str, reason: str, value: Any = None) -> None:

@@ -87,27 +87,16 @@ def _is_method(model: nn.Module, name: str) -> bool:
 
 @dataclass(slots=True)
 class Route:
-    """A prepared model, and how it is called.
+    """A prepared model, and how it is called."""
 
-    Attributes:
-        original: the user's module.
-        module: the result of the strategy's `wrap`.
-        no_sync: makes a context that keeps gradients to this rank.
-        explain: called with an error of a call.
-        parts: the run's parts, which hear of calls that train.
-        no_double_backward: why a gradient of a gradient is refused; "" where it works.
-        view: the module that the user calls in place of `original`.
-        method: the method that is called in place of forward.
-    """
-
-    original: nn.Module
-    module: nn.Module
-    no_sync: Callable[[], AbstractContextManager[Any]]
-    explain: Callable[[RuntimeError, str], None]
-    parts: Parts
-    no_double_backward: str
-    view: nn.Module
-    method: str = ""
+    original: nn.Module  # the user's module
+    module: nn.Module  # the result of the strategy's `wrap`
+    no_sync: Callable[[], AbstractContextManager[Any]]  # makes a context that keeps gradients to this rank
+    explain: Callable[[RuntimeError, str], None]  # called with an error of a call
+    parts: Parts  # the run's, which hear of calls that train
+    no_double_backward: str  # why a gradient of a gradient is refused; "" where it works
+    view: nn.Module  # the module that the user calls in place of `original`
+    method: str = ""  # which is called in place of forward
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled()
@@ -183,13 +172,10 @@ def routed(route: Route, name: str) -> Any:
 
 
 def make_view(route: Route, methods: Sequence[str], sharded: bool, always: bool) -> None:
-    """Give `route` a view of its module; the module itself where the strategy calls that and no part needs one.
+    """Give `route` a view of its module; the module itself where the strategy calls that, and not `always` a view.
 
-    Args:
-        methods: those that are called as forward is.
-        sharded: parameters are shards outside of forward; an error of another method that computes with them is
-            explained.
-        always: calls are watched.
+    `methods` are called as forward is. Where parameters are `sharded` outside of forward, an error of another method
+    that computes with them is explained.
     """
     original = route.original
     if route.module is original and not always:
@@ -282,10 +268,7 @@ def _forwarded(original: nn.Module, name: str) -> property:
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> Any:
-    """The user's module inside a view, DataParallel or DistributedDataParallel.
-
-    On request also inside torch.compile.
-    """
+    """The user's module inside a view, DataParallel or DistributedDataParallel; on request also in torch.compile."""
     while True:
         route = getattr(type(model), "_easymp_route", None)
         if route is not None:
