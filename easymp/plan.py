@@ -99,8 +99,8 @@ class Plan:
         nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
         rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.single_reason)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
-        for i, one in enumerate(self.candidates):
-            rows.append(("" if i else "candidates", one["strategy"], one["reason"]))
+        for i, candidate in enumerate(self.candidates):
+            rows.append(("" if i else "candidates", candidate["strategy"], candidate["reason"]))
         return "\n".join(columns(rows, 3))
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,8 +109,9 @@ class Plan:
         Returns:
             Decision → value, reason and source, as plain values; "processes"; and "candidates", if there are any.
         """
-        said = {n: {**vars(choice), "source": choice.source.value} for n, choice in self.choices.items()}
-        return {"processes": self.ranks.size, **said} | ({"candidates": [*self.candidates]} if self.candidates else {})
+        choices = {n: {**vars(choice), "source": choice.source.value} for n, choice in self.choices.items()}
+        candidates = {"candidates": [*self.candidates]} if self.candidates else {}
+        return {"processes": self.ranks.size, **choices, **candidates}
 
 
 def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
@@ -153,49 +154,49 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
 
 
 def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
-    mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # of the ranks of this node
-    return Facts(dataclasses.replace(hardware, devices=mine), device.split(":")[0], ranks.size)
+    node_devices = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # of the ranks of this node
+    return Facts(dataclasses.replace(hardware, devices=node_devices), device.split(":")[0], ranks.size)
 
 
 def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]:
     if settings.cpu:
-        origin, words = settings.source("cpu")
-        return Choice("cpu", words, origin)
+        origin, reason = settings.source("cpu")
+        return Choice("cpu", reason, origin)
     if not hardware.devices:
-        why = hardware.looked_for[0] if hardware.looked_for else "no accelerator was found"
-        return Choice("cpu", why, Source.DETECTED)
-    alone = ranks.bound or ranks.unknown == "rank"  # on a machine of its own, as far as is known
-    own = 0 if alone and len(hardware.devices) == 1 else ranks.local_rank
-    own = own if ranks.device is None else ranks.device
-    if own >= len(hardware.devices):
+        reason = hardware.looked_for[0] if hardware.looked_for else "no accelerator was found"
+        return Choice("cpu", reason, Source.DETECTED)
+    is_alone = ranks.bound or ranks.unknown == "rank"  # on a machine of its own, as far as is known
+    index = 0 if is_alone and len(hardware.devices) == 1 else ranks.local_rank
+    index = index if ranks.device is None else ranks.device
+    if index >= len(hardware.devices):
         raise RefusedError(
             f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "
             f"{hardware.devices[0].name}: two processes on one device slow each other down and NCCL refuses them. "
             f"Start at most {len(hardware.devices)} here, or train on the CPU with cpu=True"
         )
-    device = hardware.devices[own]
+    device = hardware.devices[index]
     if not device.built_for:
         raise RefusedError(
             f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built "
             f"for {device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
         )
-    place = f"{device.kind}:{device.index}" if device.kind != "mps" else "mps"
-    return Choice(place, device.name, Source.DETECTED)
+    device_text = f"{device.kind}:{device.index}" if device.kind != "mps" else "mps"
+    return Choice(device_text, device.name, Source.DETECTED)
 
 
 def _precision(settings: Settings, facts: Facts) -> Choice[str]:
-    origin, words = settings.source("mixed_precision")
-    asked = ALIASES.get(settings.mixed_precision, settings.mixed_precision)
-    if asked != AUTO:
-        refusal = PRECISIONS[asked].refuse(facts)
+    origin, reason = settings.source("mixed_precision")
+    name = ALIASES.get(settings.mixed_precision, settings.mixed_precision)
+    if name != AUTO:
+        refusal = PRECISIONS[name].refuse(facts)
         if refusal is not None:
-            raise RefusedError(f"{words} cannot run here: {refusal}")
-        cpu, compute = facts.hardware.cpu, PRECISIONS[asked].compute
+            raise RefusedError(f"{reason} cannot run here: {refusal}")
+        cpu, compute = facts.hardware.cpu, PRECISIONS[name].compute
         supported = {torch.bfloat16: cpu.bf16, torch.float16: cpu.fp16}.get(compute, True)
         if facts.device == "cpu" and cpu.features and not supported:
             kind = "bf16" if compute == torch.bfloat16 else "fp16"
-            words = f"{words}; this CPU has no {kind} instructions, so it is slower than fp32"
-        return Choice(asked, words, origin)
+            reason = f"{reason}; this CPU has no {kind} instructions, so it is slower than fp32"
+        return Choice(name, reason, origin)
     name, reason = _automatic(facts)
     return Choice(name, reason, Source.DETECTED)
 
@@ -229,22 +230,22 @@ def _weights(precision: Choice[str]) -> Choice[str]:
         return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)
     if kind.param == torch.float32:
         return Choice("as given", "no parameter is cast", precision.source)
-    how = "fp32 masters, or stochastic rounding" if kind.keeps_updates else "plain rounding"
-    how = "fp32 masters" if kind.masters else how
-    return Choice(str(kind.param).removeprefix("torch."), f"stepped with {how}", precision.source)
+    stepping = "fp32 masters, or stochastic rounding" if kind.keeps_updates else "plain rounding"
+    stepping = "fp32 masters" if kind.masters else stepping
+    return Choice(str(kind.param).removeprefix("torch."), f"stepped with {stepping}", precision.source)
 
 
 def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
-    origin, words = settings.source("strategy")
+    origin, reason = settings.source("strategy")
     if settings.strategy != AUTO:
         refusal = STRATEGIES[settings.strategy].refuse(facts)
         if refusal is not None:
-            raise RefusedError(f"{words} cannot run here: {refusal}")
-        return Choice(settings.strategy, words, origin)
+            raise RefusedError(f"{reason} cannot run here: {refusal}")
+        return Choice(settings.strategy, reason, origin)
     for name in AUTOMATIC:
         if STRATEGIES[name].refuse(facts) is None:
-            many = f"{facts.world_size} processes" if facts.world_size > 1 else "one process"
-            return Choice(name, many, Source.DETECTED)
+            reason = f"{facts.world_size} processes" if facts.world_size > 1 else "one process"
+            return Choice(name, reason, Source.DETECTED)
     raise AssertionError("some strategy takes any world")
 
 
@@ -254,9 +255,9 @@ def candidates(plan: Plan) -> Iterator[str]:
     precision, settings = PRECISIONS[plan.precision.value], plan.settings
     for name in AUTOMATIC:
         strategy = STRATEGIES[name]
-        words = {name, precision.name, *conflicts.words_of(settings)}
+        in_force = {name, precision.name, *conflicts.words_of(settings)}
         if strategy.refuse(facts) is None and not conflicts.find(
-            words, conflicts.rows_of(strategy, precision, settings)
+            in_force, conflicts.rows_of(strategy, precision, settings)
         ):
             yield name
 
@@ -265,25 +266,25 @@ def _memory(settings: Settings, hardware: Hardware, ranks: Ranks, device: str) -
     if settings.memory is not None:
         return int(settings.memory)
     kind, _, index = device.partition(":")
-    mine = (d.memory for d in hardware.devices if d.kind == kind and d.index == int(index or d.index))
-    return next(mine, hardware.cpu.memory // max(1, ranks.local_size))
+    memories = (d.memory for d in hardware.devices if d.kind == kind and d.index == int(index or d.index))
+    return next(memories, hardware.cpu.memory // max(1, ranks.local_size))
 
 
 def _activations(settings: Settings, device: str) -> Choice[str] | None:
-    asked, words = settings.activation_checkpointing or "no", []
+    recomputed, texts = settings.activation_checkpointing or "no", []
     origin = settings.source("activation_checkpointing")[0]
-    if asked != "no":
-        words.append(f"recomputed ({asked})")
+    if recomputed != "no":
+        texts.append(f"recomputed ({recomputed})")
     if settings.activation_offload:
-        source, said = settings.source("activation_offload")
+        source, reason = settings.source("activation_offload")
         if device != "cuda":
             raise RefusedError(
-                f"{said} cannot run here: activations are copied from a CUDA device to the host's memory, and this is "
-                f"{device}. Leave it out, or use activation_checkpointing"
+                f"{reason} cannot run here: activations are copied from a CUDA device to the host's memory, and this "
+                f"is {device}. Leave it out, or use activation_checkpointing"
             )
-        words.append("offloaded")
-        origin = origin if asked != "no" else source
-    return Choice(" and ".join(words), "counted in the first forward", origin) if words else None
+        texts.append("offloaded")
+        origin = origin if recomputed != "no" else source
+    return Choice(" and ".join(texts), "counted in the first forward", origin) if texts else None
 
 
 def _compile(settings: Settings, facts: Facts, precision: Choice[str]) -> Choice[str] | None:

@@ -77,23 +77,23 @@ class ProjectFile(NamedTuple):
 
 def read(path: Path | str | None = None) -> ProjectFile:
     """The file at `path`. None: the one that EASYMP_CONFIG names, or the one in the working directory, or none."""
-    named = env.read(VARIABLE) if path is None else str(path)
-    place = Path(named or FILE)
-    if not place.is_file():
+    path_text = env.read(VARIABLE) if path is None else str(path)
+    file_path = Path(path_text or FILE)
+    if not file_path.is_file():
         if path is not None:
-            raise SettingError(f"{named!r} is not a file: pass a project file, as `easymp config` writes it")
-        if named:
-            raise SettingError(f"{VARIABLE}={named!r} in the environment names no file: correct or unset it")
+            raise SettingError(f"{path_text!r} is not a file: pass a project file, as `easymp config` writes it")
+        if path_text:
+            raise SettingError(f"{VARIABLE}={path_text!r} in the environment names no file: correct or unset it")
         return ProjectFile()
     import tomllib  # a run without a file does not need it
 
     try:
-        text = place.read_text(encoding="utf-8")
-        return ProjectFile(place, tomllib.loads(text), text)
+        text = file_path.read_text(encoding="utf-8")
+        return ProjectFile(file_path, tomllib.loads(text), text)
     except OSError as error:
-        raise SettingError(f"{place} cannot be read: {error.strerror or error}") from error
+        raise SettingError(f"{file_path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"{place} is not valid TOML: {error}") from error
+        raise SettingError(f"{file_path} is not valid TOML: {error}") from error
 
 
 # -- One setting as a field of a record
@@ -106,7 +106,7 @@ Function = Callable[[Any], object]
 # without choices is any text, or a whole number.
 
 
-def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
+def checked(f: dataclasses.Field[Any], value: Any, prefix: str) -> Any:
     """Convert `value` to the field's type; raise a SettingError that begins with `where` if it does not fit."""
     kind, switch, choices = str(f.type).split(" ")[0], f.metadata["switch"], f.metadata["choices"]
     if value is None and f.default is None:
@@ -118,41 +118,41 @@ def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
             return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
         if dataclasses.is_dataclass(table):  # an argument
             return table
-        kinds = f"neither one of {', '.join(choices)} nor a table" if choices else "not a table"
+        fault = f"neither one of {', '.join(choices)} nor a table" if choices else "not a table"
         raise SettingError(
-            f"{where}{value!r} is {kinds}: write [{f.name}] and its options below, or {{option = value}} in one line"
+            f"{prefix}{value!r} is {fault}: write [{f.name}] and its options below, or {{option = value}} in one line"
         )
     if switch and str(value).lower() in ("false", "true"):
         return switch[str(value).lower() == "true"]
     if kind == "Words" and not isinstance(value, str):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(v, str) for v in value):
-            raise SettingError(f"{where}{value!r} is neither a text nor a list of texts")
+            raise SettingError(f"{prefix}{value!r} is neither a text nor a list of texts")
         value = ",".join(value)
     if kind == "bool":
         if str(value).lower() not in env.TRUE | env.FALSE or not isinstance(value, (str, bool)):
-            raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
+            raise SettingError(f"{prefix}{value!r} is neither yes nor no: use true or false")
         return str(value).lower() in env.TRUE
     if kind == "Size":
-        return read_bytes(value, where)
+        return read_bytes(value, prefix)
     if kind == "Function":
         if not callable(value):
-            raise SettingError(f"{where}{value!r} is not a function: pass one in Python, by Settings({f.name}=...)")
+            raise SettingError(f"{prefix}{value!r} is not a function: pass one in Python, by Settings({f.name}=...)")
         return value
     if kind in ("int", "float"):
-        return _number(f, kind, value, where)
+        return _number(f, kind, value, prefix)
     if not choices and isinstance(value, int) and not isinstance(value, bool):
         return str(value)  # nodes = 2
     if not isinstance(value, str):
-        needed = f"a word is needed: one of {', '.join(choices)}" if choices else "a word is needed"
-        raise SettingError(f"{where}{value!r} is of type {type(value).__name__}, but {needed}")
-    words = {choice.lower(): choice for choice in choices}
-    if choices and value.lower() not in words:
-        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
-    return words.get(value.lower(), value)
+        needed_text = f"a word is needed: one of {', '.join(choices)}" if choices else "a word is needed"
+        raise SettingError(f"{prefix}{value!r} is of type {type(value).__name__}, but {needed_text}")
+    by_lower_case = {choice.lower(): choice for choice in choices}
+    if choices and value.lower() not in by_lower_case:
+        raise SettingError(f"{prefix}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
+    return by_lower_case.get(value.lower(), value)
 
 
-def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> float:
-    least, most = f.metadata["least"], f.metadata["most"]
+def _number(f: dataclasses.Field[Any], kind: str, value: Any, prefix: str) -> float:
+    minimum, maximum = f.metadata["least"], f.metadata["most"]
     number: type[float] = {"int": int, "float": float}[kind]
     try:
         if isinstance(value, bool) or (kind == "int" and float(value) != int(float(value))):
@@ -161,11 +161,11 @@ def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> flo
         if result != result:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise SettingError(f"{where}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
-    if least is not None and not result >= least:
-        raise SettingError(f"{where}{value!r} is below the smallest possible value, {least:g}")
-    if most is not None and result > most:
-        raise SettingError(f"{where}{value!r} is above the largest possible value, {most:g}")
+        raise SettingError(f"{prefix}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
+    if minimum is not None and not result >= minimum:
+        raise SettingError(f"{prefix}{value!r} is below the smallest possible value, {minimum:g}")
+    if maximum is not None and result > maximum:
+        raise SettingError(f"{prefix}{value!r} is above the largest possible value, {maximum:g}")
     return result
 
 
@@ -255,12 +255,12 @@ class Settings:
     )
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
-    def __new__(cls, *values: Any, **named: Any) -> Settings:
+    def __new__(cls, *values: Any, **keywords: Any) -> Settings:
         """Remember the arguments, so that a default that is asked for counts. A copy passes all fields."""
-        made = super().__new__(cls)
-        given = {} if "sources" in named else {**dict(zip(NAMES, values)), **named}
-        object.__setattr__(made, "_asked", {name for name, value in given.items() if value is not None})
-        return made
+        settings = super().__new__(cls)
+        arguments = {} if "sources" in keywords else {**dict(zip(NAMES, values)), **keywords}
+        object.__setattr__(settings, "_asked", {name for name, value in arguments.items() if value is not None})
+        return settings
 
     def __post_init__(self) -> None:
         for f in NAMES.values():
@@ -328,47 +328,46 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     values: dict[str, Any] = {}
     sources: dict[str, tuple[Source, str]] = {}
 
-    def take(name: str, value: Any, source: Source, words: str) -> None:
+    def set_value(name: str, value: Any, source: Source, origin: str) -> None:
         name, dot, option = name.partition(".")
         if dot:
             before = sources.get(name, (source, ""))[1].replace("asked for", f"{name} of the script")
             value = {**as_table(values.get(name)), option: value}
-            words = f"{before} and {words}".removeprefix(" and ")
-        values[name], sources[name] = value, (source, words)
+            origin = f"{before} and {origin}".removeprefix(" and ")
+        values[name], sources[name] = value, (source, origin)
 
     file = read()
     for name, value in _read(file, NAMES).items():
-        take(name, value, Source.CONFIG, file.where(name) if name in TABLES else str(file.path))
+        set_value(name, value, Source.CONFIG, file.where(name) if name in TABLES else str(file.path))
     variables = {env.PREFIX + name.upper(): name for name in NAMES}
     for variable in env.names(env.PREFIX):
         if variable not in NO_SETTINGS | set(variables):
-            near = f"{nearest(variable, NO_SETTINGS | set(variables)) or '.'} Unset it or correct its name"
-            raise SettingError(f"{variable} in the environment is not a setting{near}")
+            hint = f"{nearest(variable, NO_SETTINGS | set(variables)) or '.'} Unset it or correct its name"
+            raise SettingError(f"{variable} in the environment is not a setting{hint}")
         if variable in variables and env.read(variable):  # an empty variable is the shell's way to unset one
             value = checked(NAMES[variables[variable]], env.read(variable), f"{variable}=")
-            take(variables[variable], value, Source.ENVIRONMENT, f"{variable} in the environment")
+            set_value(variables[variable], value, Source.ENVIRONMENT, f"{variable} in the environment")
     if given is not None:
         for name in NAMES:
-            source, words = given.source(name)
+            source, origin = given.source(name)
             if source is not Source.DEFAULT:
-                take(name, getattr(given, name), source, words)
+                set_value(name, getattr(given, name), source, origin)
     for name, value in arguments.items():
         if name not in NAMES:
-            near = nearest(name, NAMES) or "."
-            raise SettingError(f"{name!r} is not a setting{near} Known: {', '.join(NAMES)}")
+            hint = nearest(name, NAMES) or "."
+            raise SettingError(f"{name!r} is not a setting{hint} Known: {', '.join(NAMES)}")
         if value is not None:
             value = checked(NAMES[name], value, f"{name}=")
-            take(name, value, Source.ASKED, "asked for" if name in TABLES else f"{name}={value!r}")
+            set_value(name, value, Source.ASKED, "asked for" if name in TABLES else f"{name}={value!r}")
     for name, value in read_pairs(shlex.split(env.read(OVERRIDE) or ""), f"{OVERRIDE}: ").items():
-        take(name, value, Source.ASKED, f"{name}={value!r} by --set")
+        set_value(name, value, Source.ASKED, f"{name}={value!r} by --set")
     return Settings(**values, sources=sources)
 
 
 def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
     """How to launch: `flags`, then the project file at `path` (None: the usual one), then defaults."""
-    found = _launching(read(path))
-    given = {n: checked(LAUNCHING[n], v, f"{n}=") for n, v in flags.items() if v is not None}
-    return Launching(**{**found, **given})
+    flag_values = {n: checked(LAUNCHING[n], v, f"{n}=") for n, v in flags.items() if v is not None}
+    return Launching(**_launching(read(path)) | flag_values)
 
 
 def written(file: ProjectFile) -> dict[str, Any]:
@@ -379,60 +378,60 @@ def written(file: ProjectFile) -> dict[str, Any]:
 def _launching(file: ProjectFile) -> dict[str, Any]:
     table = file.content.get(LAUNCH, {})
     if not isinstance(table, dict):
-        words = f"{LAUNCH} = {table!r} is not a table: write [{LAUNCH}], and its settings below"
-        raise SettingError(f"{file.where(LAUNCH)}: {words}")
+        message = f"{LAUNCH} = {table!r} is not a table: write [{LAUNCH}], and its settings below"
+        raise SettingError(f"{file.where(LAUNCH)}: {message}")
     return _read(file._replace(content=table), LAUNCHING, LAUNCH)
 
 
-def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table: str = "") -> dict[str, Any]:
+def _read(file: ProjectFile, fields: Mapping[str, dataclasses.Field[Any]], table: str = "") -> dict[str, Any]:
     """The values of `file` for the fields `known`."""
-    found = {}
+    values = {}
     for key, value in file.content.items():
-        if key in known:
-            found[key] = checked(known[key], value, f"{file.where(key, table)}: {key} = ")
+        if key in fields:
+            values[key] = checked(fields[key], value, f"{file.where(key, table)}: {key} = ")
         elif table or key != LAUNCH:
-            place = f" of [{table}]" if table else ""
-            other, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
-            hint = f": it belongs to {home}." if key in other else nearest(key, known) or "."
+            table_text = f" of [{table}]" if table else ""
+            other_fields, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
+            hint = f": it belongs to {home}." if key in other_fields else nearest(key, fields) or "."
             raise SettingError(
-                f"{file.where(key, table)}: {key!r} is not a setting{place}{hint} Known: {', '.join(known)}"
+                f"{file.where(key, table)}: {key!r} is not a setting{table_text}{hint} Known: {', '.join(fields)}"
             )
-    return found
+    return values
 
 
-def as_record(kind: type[T], owner: str, given: Any) -> T:
-    """`owner`'s options as a `kind`: `given` itself, or made of a mapping's values, or the defaults for None."""
-    if isinstance(given, kind):
-        return given
-    if dataclasses.is_dataclass(given) and issubclass(kind, type(given)):
-        given = as_table(given)  # of a strategy that has further options
-    if given is not None and not isinstance(given, Mapping):
-        other = type(given).__name__
-        raise SettingError(f"{owner} takes {kind.__name__}, or a dict of its fields, not a {other}")
-    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    refuse_retired(kind, given or ())
-    for name in given or ():
-        if name not in known:
+def as_record(kind: type[T], owner: str, options: Any) -> T:
+    """`owner`'s options as a `kind`: `options` itself, or made of a mapping's values, or the defaults for None."""
+    if isinstance(options, kind):
+        return options
+    if dataclasses.is_dataclass(options) and issubclass(kind, type(options)):
+        options = as_table(options)  # of a strategy that has further options
+    if options is not None and not isinstance(options, Mapping):
+        type_name = type(options).__name__
+        raise SettingError(f"{owner} takes {kind.__name__}, or a dict of its fields, not a {type_name}")
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    refuse_retired(kind, options or ())
+    for name in options or ():
+        if name not in names:
             owners = [
-                other
-                for other, strategy in STRATEGIES.items()
+                strategy_name
+                for strategy_name, strategy in STRATEGIES.items()
                 if strategy.several and any(field.name == name for field in dataclasses.fields(strategy.Options))
             ]
             strategic = any(issubclass(strategy.Options, kind) for strategy in STRATEGIES.values())
-            hint = f": it belongs to {', '.join(owners)}." if strategic and owners else nearest(name, known) or "."
-            raise SettingError(f"{owner} has no option {name!r}{hint} Known: {', '.join(known)}")
-    return kind(**(given or {}))
+            hint = f": it belongs to {', '.join(owners)}." if strategic and owners else nearest(name, names) or "."
+            raise SettingError(f"{owner} has no option {name!r}{hint} Known: {', '.join(names)}")
+    return kind(**(options or {}))
 
 
-def read_record(asked: Settings, name: str, read: Callable[[Any], T]) -> T:
+def read_record(settings: Settings, name: str, read: Callable[[Any], T]) -> T:
     """Call `read` on the value of `name`. Its SettingError names the source, unless that is an argument."""
     try:
-        return read(getattr(asked, name))
+        return read(getattr(settings, name))
     except SettingError as error:
-        words = asked.source(name)[1]
-        if words in ("asked for", "default") or words.startswith(f"{name}="):
+        origin = settings.source(name)[1]
+        if origin in ("asked for", "default") or origin.startswith(f"{name}="):
             raise
-        raise SettingError(f"{words}: {error}") from None
+        raise SettingError(f"{origin}: {error}") from None
 
 
 def as_table(value: Any) -> dict[str, Any]:
@@ -446,29 +445,29 @@ def as_table(value: Any) -> dict[str, Any]:
 
 def read_pairs(
     pairs: Sequence[str],
-    where: str = "--set ",
-    known: Mapping[str, dataclasses.Field[Any]] = NAMES,
+    prefix: str = "--set ",
+    fields: Mapping[str, dataclasses.Field[Any]] = NAMES,
     readers: Mapping[str, Callable[[str], Any]] | None = None,
 ) -> dict[str, Any]:
     """``["seed=3", "strategy_options.cpu_offload=true"]`` by name; an option of a table keeps its dotted name.
 
-    `where` begins the error of a wrong name or value; `readers` has functions that read the texts of single names.
+    `prefix` begins the error of a wrong name or value; `readers` has functions that read the texts of single names.
     """
-    found = {}
+    values = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         table, dot, option = name.partition(".")
-        if table not in known or (dot and (table not in TABLES or not option)):
-            near = ": it is a flag of `easymp launch`." if name in LAUNCHING else nearest(name, known) or "."
-            raise SettingError(f"{where}{pair}: {name!r} is not a setting{near} Known: {', '.join(known)}")
+        if table not in fields or (dot and (table not in TABLES or not option)):
+            hint = ": it is a flag of `easymp launch`." if name in LAUNCHING else nearest(name, fields) or "."
+            raise SettingError(f"{prefix}{pair}: {name!r} is not a setting{hint} Known: {', '.join(fields)}")
         if not equals:
-            raise SettingError(f"{where}{pair}: there is no value; write {where}{name}=VALUE")
+            raise SettingError(f"{prefix}{pair}: there is no value; write {prefix}{name}=VALUE")
         try:
-            own = (readers or {}).get(name)
-            found[name] = read_literal(text) if dot else own(text) if own else checked(known[name], text, "")
+            reader = (readers or {}).get(name)
+            values[name] = read_literal(text) if dot else reader(text) if reader else checked(fields[name], text, "")
         except SettingError as error:
-            raise SettingError(f"{where}{pair}: {error}") from None
-    return found
+            raise SettingError(f"{prefix}{pair}: {error}") from None
+    return values
 
 
 def overrides(pairs: Sequence[str]) -> dict[str, str]:

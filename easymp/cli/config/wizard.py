@@ -233,7 +233,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """``["strategy=ddp", …]`` as settings. Raises SettingError for a wrong name or value."""
     values: dict[str, Any] = {}
     parsers = {question.name: question.parse for question in QUESTIONS}
-    for name, value in read_pairs(pairs, known=FIELDS, readers=parsers).items():
+    for name, value in read_pairs(pairs, fields=FIELDS, readers=parsers).items():
         table, dot, option = name.partition(".")
         values[table] = {**as_table(values.get(table)), option: value} if dot else value
     return values
