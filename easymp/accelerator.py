@@ -558,7 +558,8 @@ class Accelerator(Collectives, Checkpoints):
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
-            stack.enter_context(self._window.ranks_apart())
+            stack.callback(setattr, self._window, "ranks_differ", self._window.ranks_differ)
+            self._window.ranks_differ = True
             yield
 
     def join_uneven_inputs(

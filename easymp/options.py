@@ -8,14 +8,12 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from .errors import SettingError, check_whole, nearest
-from .protocols import option as option
-from .protocols import refuse_retired
 
 if TYPE_CHECKING:  # the command line reads settings before it imports torch
     import torch
@@ -31,6 +29,31 @@ def check(good: bool, message: str) -> None:
     """Raise a SettingError with the message unless `good`."""
     if not good:
         raise SettingError(message)
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    switch: tuple[str, str] | None = None,
+    make: Any = MISSING,
+) -> Any:
+    """A field of a record, said once: its default (or what makes it), its help for the docs, and its limits.
+
+    `above` also asks for a finite number. `switch` has the words that false and true mean in a settings file.
+    """
+    limits = {"choices": choices, "least": least, "most": most, "above": above, "switch": switch}
+    return field(default=default, default_factory=make, metadata={"help": help, **limits})
+
+
+def refuse_retired(kind: type, names: Iterable[str]) -> None:
+    """Raise a SettingError for a former option of the record `kind`."""
+    for name in names:
+        if instead := getattr(kind, "retired", {}).get(name):
+            raise SettingError(f"{kind.__name__} no longer has the option {name!r}: {instead}")
 
 
 class Record:
@@ -216,12 +239,6 @@ class ProjectConfiguration(Record):
 class GradientAccumulationPlugin(KwargsHandler):
     """When gradients are reduced and optimizers step.
 
-    Attributes:
-        num_steps: micro-batches in one update.
-        adjust_scheduler: makes no difference: prepared schedulers count updates, not micro-batches.
-        sync_with_dataloader: the last batch of a loader ends the update early.
-        sync_each_batch: reduce gradients at every micro-batch: more communication, less memory under sharding.
-
     Raises:
         SettingError: a value of another type, or `num_steps` below 1.
 
@@ -231,10 +248,12 @@ class GradientAccumulationPlugin(KwargsHandler):
         4
     """
 
-    num_steps: int = field(default=1, metadata={"least": 1})
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
+    num_steps: int = option(1, "micro-batches in one update", least=1)
+    adjust_scheduler: bool = option(True, "makes no difference: prepared schedulers count updates, not micro-batches")
+    sync_with_dataloader: bool = option(True, "the last batch of a loader ends the update early")
+    sync_each_batch: bool = option(
+        False, "reduce gradients at every micro-batch: more communication, less memory under sharding"
+    )
 
 
 def _fp32() -> torch.dtype:
@@ -247,11 +266,6 @@ def _fp32() -> torch.dtype:
 class AutocastKwargs(KwargsHandler):
     """Options of autocast.
 
-    Attributes:
-        enabled: False computes in the parameters' own dtype.
-        cache_enabled: keep cast weights until the region ends.
-        output_dtype: dtype of a prepared model's floating-point outputs; None leaves them as computed.
-
     Raises:
         SettingError: a value of another type.
 
@@ -262,9 +276,11 @@ class AutocastKwargs(KwargsHandler):
         torch.bfloat16
     """
 
-    enabled: bool = True
-    cache_enabled: bool = True
-    output_dtype: torch.dtype | None = field(default_factory=_fp32)
+    enabled: bool = option(True, "False computes in the parameters' own dtype")
+    cache_enabled: bool = option(True, "keep cast weights until the region ends")
+    output_dtype: torch.dtype | None = option(
+        make=_fp32, help="dtype of a prepared model's floating-point outputs; None leaves them as computed"
+    )
 
     def __post_init__(self) -> None:
         import torch

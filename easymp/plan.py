@@ -256,9 +256,8 @@ def candidates(plan: Plan) -> Iterator[str]:
     for name in AUTOMATIC:
         strategy = STRATEGIES[name]
         in_force = {name, precision.name, *conflicts.words_of(settings)}
-        if strategy.refuse(facts) is None and not conflicts.find(
-            in_force, conflicts.rows_of(strategy, precision, settings)
-        ):
+        rows = conflicts.rows_of(strategy, precision, settings)
+        if strategy.refuse(facts) is None and conflicts.find(in_force, rows) is None:
             yield name
 
 

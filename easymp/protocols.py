@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
-
-from .errors import SettingError
 
 if TYPE_CHECKING:
     import torch
@@ -358,31 +356,3 @@ class Tracker(Protocol):
     def finish(self) -> None:
         """End the run. All rows must be on disk or with the service when it returns."""
         ...
-
-
-# -- fields of records of settings and options -------------------------------------------------------------------------
-
-
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    switch: tuple[str, str] | None = None,
-    make: Any = MISSING,
-) -> Any:
-    """A field of a record, said once: its default (or what makes it), its help for the docs, and its limits.
-
-    `above` also asks for a finite number. `switch` has the words that false and true mean in a settings file.
-    """
-    limits = {"choices": choices, "least": least, "most": most, "above": above, "switch": switch}
-    return field(default=default, default_factory=make, metadata={"help": help, **limits})
-
-
-def refuse_retired(kind: type, names: Iterable[str]) -> None:
-    """Raise a SettingError for a former option of the record `kind`."""
-    for name in names:
-        if instead := getattr(kind, "retired", {}).get(name):
-            raise SettingError(f"{kind.__name__} no longer has the option {name!r}: {instead}")

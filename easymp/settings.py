@@ -21,16 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from .base import env
 from .base.units import read_bytes
 from .errors import SettingError, nearest
-from .protocols import Source, refuse_retired
-
-if TYPE_CHECKING:
-    from .options import AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs
-from .protocols import option as setting
+from .options import AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs, refuse_retired
+from .options import option as setting
+from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES, PrecisionName, StrategyName
 
 # -- The project file, and what tomllib lacks for it: lines of keys, and single values

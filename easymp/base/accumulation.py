@@ -7,8 +7,8 @@ clipping, the loss scale and the optimizers read and advance the window. It does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -109,15 +109,6 @@ class UpdateWindow:
         self._at_end = False
         self._update_loaders()
 
-    @contextmanager
-    def ranks_apart(self, ranks_differ: bool = True) -> Iterator[None]:
-        """A context in which ranks may differ in parameters and in the number of updates; with False, they may not."""
-        before, self.ranks_differ = self.ranks_differ, ranks_differ
-        try:
-            yield
-        finally:
-            self.ranks_differ = before
-
     # -- micro-steps
 
     def tick(self) -> bool:
@@ -141,11 +132,7 @@ class UpdateWindow:
             turn.begin()
 
     def ends_at_step(self, turn: Turn) -> bool:
-        """Whether a step now ends a window of several micro-steps; else the optimizer waits for the one that does.
-
-        Raises:
-            StepError: a script's own step comes before the window's last backward pass.
-        """
+        """Whether a step now ends a window of several micro-steps; else the optimizer waits for the one that does."""
         if self.in_accumulate:
             turn.waiting = not self.sync
             return self.sync

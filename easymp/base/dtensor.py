@@ -120,11 +120,7 @@ class ShardMemory:
 
 
 def names_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, str]:
-    """Map ids of `model`'s parameters to names, before parameters are replaced. A tied parameter has its first name.
-
-    Raises:
-        PrepareError: an optimizer has already stepped one of them, and its state would be lost.
-    """
+    """Map ids of `model`'s parameters to names, before parameters are replaced. A tied parameter has its first name."""
     names = {id(p): name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

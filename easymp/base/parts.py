@@ -311,11 +311,7 @@ class Parts:
         def __getattr__(self, event: str) -> tuple[Callable[..., Any], ...]: ...
 
     def add(self, part: Part, run: Any, of_user: bool = False) -> None:
-        """Add a part behind the others.
-
-        Raises:
-            SettingError: a part of the script is no `Part`, has no name, or the name of another one.
-        """
+        """Add a part behind the others; a SettingError if it is no `Part`, or its name is none or that of another."""
         if not isinstance(part, Part):
             raise SettingError(f"parts=[{part!r}]: that is no easymp.Part: pass an object of a subclass of it")
         if not isinstance(part.name, str) or not part.name.isidentifier():

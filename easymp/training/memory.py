@@ -197,10 +197,8 @@ def estimate(
         policy = _lookup(PRECISIONS, ALIASES.get(policy, policy), "precision")
     for name, number in (("world", world), ("per_node", world if per_node is None else per_node)):
         check_whole(f"{name}={number!r}", number)
-    in_force = {"activation_offload": activation_offload, "optimizer_in_backward": optimizer_in_backward}
-    in_force_words = {kind.name, *(word for word, is_on in in_force.items() if is_on)}
     settings = Settings(activation_offload=activation_offload, optimizer_in_backward=optimizer_in_backward)
-    conflicts.check(in_force_words, conflicts.rows_of(kind, policy, settings))
+    conflicts.check({kind.name, *conflicts.words_of(settings)}, conflicts.rows_of(kind, policy, settings))
     module = model if isinstance(model, nn.Module) else Counted(model)
     read = as_record(kind.Options, f"strategy {kind.name!r}", options)
     layout: Layout = kind.layout(module, read, world, min(world, per_node or world))
