@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
+    from .accelerators import Device as Device
+    from .accelerators import Hardware as Hardware
     from .accelerators import detect as detect
-    from .facts import CPU as CPU
-    from .facts import Device as Device
-    from .facts import Hardware as Hardware
+    from .cpu import CPU as CPU
 
-_HOMES = {"accelerators": ("detect",), "facts": ("CPU", "Device", "Hardware")}
+_HOMES = {"accelerators": ("Device", "Hardware", "detect"), "cpu": ("CPU",)}
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -18,8 +19,7 @@ import torch
 
 from ..base import env
 from . import cpu
-from .cpu import ROOT
-from .facts import Device, Hardware
+from .cpu import CPU, ROOT
 
 INSTALL = "pytorch.org/get-started/locally"
 
@@ -47,6 +47,56 @@ MATRIX_UNITS = (
     ("gfx11", {"fp16", "bf16"}),
     ("gfx12", {"fp16", "bf16", "fp8"}),
 )
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator."""
+
+    kind: str  # torch's device type: "cuda" (NVIDIA and AMD), "xpu", "mps"
+    index: int
+    name: str
+    memory: int
+    capability: tuple[int, int] | None = None  # NVIDIA only
+    architecture: str | None = None  # "sm_80", "gfx942" …
+    tensor_cores: frozenset[str] = frozenset()  # of "fp16", "bf16", "tf32", "fp8"
+    bf16: bool = False  # native, not emulated
+    fp16: bool = False  # faster than fp32
+    built_for: bool = True  # whether this torch has code for the architecture
+
+    @property
+    def tf32(self) -> bool:
+        return "tf32" in self.tensor_cores
+
+    @property
+    def fp8(self) -> bool:
+        return "fp8" in self.tensor_cores
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine.
+
+    Attributes:
+        cpu: the processor.
+        devices: the visible accelerators, all of one kind.
+        vendor: of the accelerators: "nvidia", "amd", "intel", "apple" or "none".
+        looked_for: a sentence for each kind of hardware that was not found.
+
+    Example:
+        >>> detect(use_accelerators=False).kind
+        'cpu'
+    """
+
+    cpu: CPU
+    devices: tuple[Device, ...] = ()
+    vendor: str = "none"
+    looked_for: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """torch's device type of the accelerators here, or ``"cpu"``."""
+        return self.devices[0].kind if self.devices else "cpu"
 
 
 class Probe(NamedTuple):

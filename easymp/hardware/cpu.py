@@ -6,11 +6,10 @@ import os
 import platform
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from .facts import CPU
 
 ROOT = Path("/")
 
@@ -19,6 +18,29 @@ _SAME = "avx2 avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_fp16 amx_int8 i8m
 NAMES = {name: name for name in _SAME.split()} | {"bf16": "neon_bf16", "avx512_f": "avx512"}
 NAMES |= {"fp16_arith": "neon_fp16", "asimdhp": "neon_fp16", "avx512f": "avx512", "asimd": "neon"}
 NAMES["svebf16"] = "sve_bf16"
+
+
+@dataclass(frozen=True)
+class CPU:
+    """The processor, as this process may use it."""
+
+    name: str
+    architecture: str  # "x86_64", "aarch64", "arm64"
+    cores: int  # physical cores of the machine
+    threads: int  # logical processors this process may run on: affinity and cgroup quota counted in
+    numa_nodes: int
+    memory: int  # the smaller of the machine's and the cgroup's limit
+    features: frozenset[str] = frozenset()  # "avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "sve_bf16" …
+
+    @property
+    def bf16(self) -> bool:
+        """Whether there are instructions for bf16 products, not only conversions."""
+        return bool(self.features & {"avx512_bf16", "amx_bf16", "sve_bf16", "neon_bf16"})
+
+    @property
+    def fp16(self) -> bool:
+        """Whether there are instructions for fp16 arithmetic that make it worth running."""
+        return bool(self.features & {"avx512_fp16", "amx_fp16"})
 
 
 def probe(root: Path = ROOT) -> CPU:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ..base.units import read_bytes
 from ..errors import SettingError, nearest
-from .accelerators import amd_device, nvidia_device
-from .facts import CPU, Device, Hardware
+from .accelerators import Device, Hardware, amd_device, nvidia_device
+from .cpu import CPU
 
 GB = 10**9
 GPUS_PER_NODE = 8  # where a description names more and no nodes

@@ -1,6 +1,6 @@
 """Trackers of logged values: JSON lines, TensorBoard, Weights & Biases, MLflow, the console, or the script's own.
 
-Adding a tracker: a module here with a class of `start(run, config, position)`, `write(rows)`, `position()` and
+Adding a tracker: a class in a module here with `start(run, config, position)`, `write(rows)`, `position()` and
 `finish()`, a line in `TRACKERS` and its name in `TrackerName`, and an extra for the package that it needs. Modules are
 imported when a run logs to them.
 """
@@ -17,26 +17,27 @@ from ..errors import SettingError, nearest
 
 
 class Entry(NamedTuple):
-    """The class of a tracker, in the module of its name.
+    """A tracker.
 
     Attributes:
+        home: its module and class.
         package: the package that it needs.
         takes_options: whether `log_kwargs` may have further arguments for it.
         watches: it is a part of `registry.PARTS`, looks at each update, and shows rows instead of keeping them.
     """
 
-    kind: str
+    home: str
     package: str | None = None
     takes_options: bool = False
     watches: bool = False
 
 
 TRACKERS = {
-    "jsonl": Entry("JsonLines"),
-    "tensorboard": Entry("TensorBoard", "tensorboard", takes_options=True),
-    "wandb": Entry("WandB", "wandb", takes_options=True),
-    "mlflow": Entry("MLflow", "mlflow"),
-    "console": Entry("Console", "tqdm", watches=True),
+    "jsonl": Entry("jsonl:JsonLines"),
+    "tensorboard": Entry("packages:TensorBoard", "tensorboard", takes_options=True),
+    "wandb": Entry("packages:WandB", "wandb", takes_options=True),
+    "mlflow": Entry("packages:MLflow", "mlflow"),
+    "console": Entry("console:Console", "tqdm", watches=True),
 }
 ALL, NONE = "all", "none"
 # The words that `log_with` takes, for type checkers; tests/typing compares them with the table.

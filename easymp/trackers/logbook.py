@@ -254,8 +254,8 @@ class Logbook(Part):
                     if name in self.script_trackers:
                         tracker: Any = ScriptTracker(name, self.script_trackers[name], options)
                     else:
-                        kind = getattr(imported(f".{name}", __package__), TRACKERS[name].kind)
-                        tracker = kind(self._folder, options)
+                        file, _, kind = TRACKERS[name].home.partition(":")
+                        tracker = getattr(imported(f".{file}", __package__), kind)(self._folder, options)
                     self._trackers[name] = self._start(name, tracker)
                 except EasympError as error:  # raised once the other trackers have their rows
                     self._failure = error

@@ -37,7 +37,7 @@ from ..hardware import Hardware
 from ..logging import get_logger
 from ..settings import RECORD, Settings
 from ..version import __version__
-from .progress import Progress
+from .console import Progress
 from .rows import Row
 
 logger = get_logger(__name__)
