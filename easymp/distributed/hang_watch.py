@@ -121,7 +121,7 @@ class HangWatch:
     ) -> None:
         self._watch, self._after, self._folder, self._pending_call = watch, after, folder, pending_call
         self._rank, self.since = watch.rank, time.time()
-        self._mailbox = watch.connect()
+        self._mailbox = watch.inbox.clone()
         self._mailbox.post(f"process/{watch.rank}", json.dumps([socket.gethostname(), os.getpid()]).encode())
         self._reported: tuple[str, int] | None = None
         self._report_lines: list[str] = []  # of the present wait: another rank's question writes the file again

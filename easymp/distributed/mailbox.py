@@ -67,22 +67,17 @@ def with_timeout(call: Callable[[], T], seconds: float) -> T:
 class Mailbox:
     """One rank's connection to a part of the store. Where the store is gone, every method raises torch's RuntimeError.
 
-    Attributes:
-        number: counts the parts of one name, from 1; 0 without a name.
+    `number` counts the parts of one name, from 1; it is 0 without a name.
     """
 
-    number = 0
-
-    def __init__(self, store: dist.Store, rank: int = 0, size: int = 1) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int = 0, size: int = 1, number: int = 0) -> None:
+        self.store, self.rank, self.size, self.number = store, rank, size, number
 
     @classmethod
     def open(cls, store: dist.Store, name: str, rank: int, size: int) -> Mailbox:
         """Open a new part of the store, on all ranks together under the same `name`. The store counts the parts."""
         number = store.add(f"{name}/{rank}", 1)
-        mailbox = cls(dist.PrefixStore(f"{name}/{number}", store), rank, size)
-        mailbox.number = number
-        return mailbox
+        return cls(dist.PrefixStore(f"{name}/{number}", store), rank, size, number)
 
     def clone(self) -> Self:
         """The same mailbox over a connection of its own, for another thread."""
@@ -148,28 +143,6 @@ class Mailbox:
         self.post(f"{key}/{self.rank}", value)
         self.wait(self.of_ranks(key), seconds)
 
-    def same_on_all_ranks(self, name: str, number: int, text: str, seconds: float) -> bool:
-        """Wait until all ranks have made call `number` of this name. Return whether all passed the same text.
-
-        Raises RuntimeError after `fail`, DistStoreError after `seconds`.
-        """
-        store = dist.PrefixStore(f"{name}/{number}", self.store)
-        if store.compare_set("first", "", text).decode() != text:
-            store.set("differs", "")
-        if store.add("arrived", 1) == self.size:
-            store.set("verdict", "differs" if store.check(["differs"]) else "same")
-            for key in ("first", "arrived", "verdict"):  # all ranks have left the call before
-                self.store.delete_key(f"{name}/{number - 1}/{key}")
-        store.wait(["verdict"], timedelta(seconds=seconds))
-        verdict = store.get("verdict").decode()
-        if verdict not in ("same", "differs"):
-            raise RuntimeError(verdict)
-        return verdict == "same"
-
-    def fail(self, name: str, number: int, message: str) -> None:
-        """End call `number` of `same_on_all_ranks` by an error, on the ranks that wait in it."""
-        self.store.set(f"{name}/{number}/verdict", message)
-
     # -- messages in order
 
     def send(self, box: str, message: str) -> int:
@@ -195,6 +168,7 @@ class Watch:
         abort: called in the listener's thread with the number of a group that another rank breaks off.
 
     Attributes:
+        inbox: the listener's connection; another thread needs a clone.
         training_thread: the reported thread: the one that made this, until another one calls an Accelerator.
         told: by the word of a question, the function that answers it, in the listener's thread.
     """
@@ -205,29 +179,25 @@ class Watch:
         self.rank, self.size, self._abort = rank, size, abort
         # A thread that waits in a connection blocks it: the listener has one, and `compare`, which a timeout leaves
         # behind.
-        self._inbox = Mailbox.open(store, "easymp/watch", rank, size).clone()
-        self._questions, self._comparisons = self.connect(), self.connect()
+        self.inbox = Mailbox.open(store, "easymp/watch", rank, size).clone()
+        self._questions, self._comparisons = self.inbox.clone(), self.inbox.clone()
         self._store_is_silent = False
         self.training_thread = threading.get_ident()
         self.told: dict[str, Callable[[], str]] = {"where": self._location}
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
         self._thread.start()
 
-    def connect(self) -> Mailbox:
-        """A connection to the listeners, for one thread."""
-        return self._inbox.clone()
-
     def _listen(self) -> None:
         with suppress(RuntimeError):  # the store is gone
             for number in count(1):
-                kind, _, argument = self._inbox.message(str(self.rank), number).partition(" ")
+                kind, _, argument = self.inbox.message(str(self.rank), number).partition(" ")
                 if kind == CLOSE:
                     return
                 if kind == ABORT:
                     self._abort(int(argument))
                 else:
                     answer = self.told[kind]() if kind in self.told else ""
-                    self._inbox.post(argument, answer.encode())
+                    self.inbox.post(argument, answer.encode())
 
     def close(self) -> None:
         if self.reachable():  # else the thread has ended, or waits for ever
@@ -302,14 +272,28 @@ class Watch:
 
     def compare(self, group: int, number: int, text: str, seconds: float) -> bool:
         """Wait until all ranks have come to this comparison. Return whether all brought the same text."""
-        compare = partial(self._comparisons.same_on_all_ranks, f"compare/{group}", number, text, seconds)
         try:
-            return with_timeout(compare, seconds + PATIENCE)
+            verdict = with_timeout(partial(self._verdict, group, number, text, seconds), seconds + PATIENCE)
         except dist.DistStoreError:
             raise RuntimeError(f"timed out: not all ranks have called it within {seconds:g} s") from None
         except TimeoutError:
             self._store_is_silent = True
             raise RuntimeError(f"timed out: {STORE_GONE} does not answer") from None
+        if verdict not in ("same", "differs"):
+            raise RuntimeError(verdict)
+        return verdict == "same"
+
+    def _verdict(self, group: int, number: int, text: str, seconds: float) -> str:
+        """The word of the last rank that came to a comparison, or the sentence of one that has left before."""
+        key, store = f"compare/{group}/{number}", self._comparisons.store
+        if store.compare_set(f"{key}/first", "", text).decode() != text:
+            store.set(f"{key}/differs", "")
+        if store.add(f"{key}/arrived", 1) == self.size:
+            store.set(f"{key}/verdict", "differs" if store.check([f"{key}/differs"]) else "same")
+            for name in ("first", "arrived", "verdict"):  # all ranks have left the comparison before
+                store.delete_key(f"compare/{group}/{number - 1}/{name}")
+        store.wait([f"{key}/verdict"], timedelta(seconds=seconds))
+        return store.get(f"{key}/verdict").decode()
 
     def arrive(self, group: int, turn: int) -> None:
         """Release ranks that wait for this one in `wait_for_all`."""
@@ -342,7 +326,7 @@ class Watch:
         """Fail `compare` and `wait_for_all` on ranks that wait for this one; `comparison` would be its next."""
         if self.reachable():
             with suppress(RuntimeError):  # rank 0 and its store have ended since
-                self._questions.fail(f"compare/{group}", comparison, f"rank {self.rank} has left the run")
+                self._questions.store.set(f"compare/{group}/{comparison}/verdict", f"rank {self.rank} has left the run")
                 self._questions.post(f"left/{group}/{self.rank}")
 
     def has_left(self, group: int, rank: int) -> bool:
@@ -388,9 +372,3 @@ def last_collective() -> str:
     newest = max(entries, key=lambda entry: entry.get("time_created_ns", 0))
     name = f"{collective_name(newest)}{newest.get('input_sizes', '')}"
     return f"last collective #{newest.get('collective_seq_id', '?')} {name} ({newest.get('state', '?')})"
-
-
-def collective_counts() -> dict[str, int]:
-    """The number of the last collective that this rank began in each group that the recorders still know."""
-    entries = (entry for entry in recorder_entries() if not entry.get("is_p2p"))
-    return {str(entry["process_group"]): int(entry["collective_seq_id"]) for entry in entries}

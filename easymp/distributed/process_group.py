@@ -37,7 +37,7 @@ from ..base.rng import TORCH
 from ..errors import ALIKE, RefusedError, WorldError, failing
 from . import hang_watch
 from .hang_watch import HangWatch
-from .mailbox import Mailbox, Watch, collective_counts
+from .mailbox import Mailbox, Watch, recorder_entries
 
 # Means are sums, then divided: gloo has no average of integers.
 OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN, "product": ReduceOp.PRODUCT}
@@ -90,7 +90,6 @@ class World:
         self._process = os.getpid()
         self._has_ended = False
         self._store: dist.Store | None = None
-        self._root_store: dist.Store | None = None  # in which the groups are counted
         self._mailbox: Mailbox | None = None  # of the group that runs
         self._group = 0  # number of the group that runs, the same on all ranks
         self._comparisons = self._turns = 0  # calls of `compare` and `in_turn` in this group
@@ -100,10 +99,10 @@ class World:
         if not ranks.announced:
             return
         if not dist.is_initialized():
-            self._connect((_signed_in.pop() if _signed_in else _sign_in(ranks, timeout)).store)
+            self._store = (_signed_in.pop() if _signed_in else _sign_in(ranks, timeout)).store
+            self._connect(self._store)
             self.owned = True
-        self.backend = dist.get_backend()
-        self._store = dist.distributed_c10d._get_default_store()
+        self.backend, self._store = dist.get_backend(), self._store or dist.distributed_c10d._get_default_store()
         if self.size > 1:
             self.watch = Watch(self.rank, self.size, self._store, self._abort)
         atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
@@ -111,7 +110,6 @@ class World:
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def _connect(self, store: dist.Store) -> None:
-        self._root_store = store
         mailbox = Mailbox.open(store, "group", self.rank, self.size)
         self._group = mailbox.number
         self._comparisons = self._turns = 0
@@ -214,7 +212,7 @@ class World:
         self._abort(self._group)
         forget_meshes()
         assert self._store is not None
-        self._connect(self._root_store or self._store)  # a store of a group's own would count from 1 again
+        self._connect(self._store)
         if self._hang_watch is not None:
             self._hang_watch.since = time.time()
 
@@ -233,7 +231,8 @@ class World:
     def position(self) -> dict[str, int]:
         """How many meetings of the ranks this one has begun, by kind and group. All ranks begin them in one order."""
         meetings = {"compare": self._comparisons, "turn": self._turns, "barrier": self._barriers}
-        return {**meetings, **collective_counts()}
+        collectives = (entry for entry in recorder_entries() if not entry.get("is_p2p"))
+        return meetings | {str(entry["process_group"]): int(entry["collective_seq_id"]) for entry in collectives}
 
     def note_training_thread(self) -> None:
         """Report the line of this thread as the position of this rank, when the others wait for it."""

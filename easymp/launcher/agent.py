@@ -30,7 +30,7 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from ..base import env
-from ..distributed.mailbox import Watch
+from ..distributed.mailbox import Mailbox, Watch
 from ..errors import RefusedError
 from .rendezvous import Ended, MultiNode, RendezvousConfig, Report, SingleNode, interface, own_address
 from .worker import FATAL, RECORD, RESTART, Failure
@@ -106,14 +106,13 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes' ranks when those here have ended well."""
-        group, deadline, store = self.get_worker_group(), time.monotonic() + STAY, self._store
-        if group.group_world_size == 1 or store is None:
+        group = self.get_worker_group()
+        if group.group_world_size == 1 or self._store is None:
             return
-        with suppress(RuntimeError):  # the main node is gone, and with it everything to wait for
-            store.add("ended", 1)  # of this round: nodes that begin again count anew
-            while store.add("ended", 0) < group.group_world_size and time.monotonic() < deadline:
-                time.sleep(0.1)
-                group.spec.rdzv_handler.num_nodes_waiting()
+        mailbox = Mailbox(self._store, group.group_rank, group.group_world_size)  # of this round
+        with suppress(RuntimeError, TimeoutError):  # the main node is gone, and with it everything to wait for
+            mailbox.post(f"ended/{mailbox.rank}")
+            mailbox.wait(mailbox.of_ranks("ended"), STAY, group.spec.rdzv_handler.num_nodes_waiting, longest=0.1)
 
     def kill(self) -> None:
         """Kill the workers that run, at once."""

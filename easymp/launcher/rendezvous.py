@@ -128,8 +128,8 @@ def find_nodes(
         elif not min_nodes <= announced.size <= max_nodes:
             raise SettingError(
                 f"nodes={nodes!r} and {ranks.variables(announced.launcher.size)} contradict each other: leave --nodes "
-                "out and "
-                f"start a launcher on each node, or unset {announced.launcher.size} for a run of this machine alone"
+                f"out and start a launcher on each node, or unset {announced.launcher.size} for a run of this machine "
+                "alone"
             )
         node_rank = announced.rank if node_rank is None else node_rank
         main_address, main_port = main_address or announced.address, main_port or announced.port

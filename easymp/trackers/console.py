@@ -125,7 +125,7 @@ class Mark(NamedTuple):
     time: float
     updates: int
     samples: int | None
-    tokens: float = 0.0
+    tokens: float
 
 
 class Console(Part):
@@ -139,7 +139,6 @@ class Console(Part):
         self._logs_loss = False
         self._loss: tuple[Tensor, Any] | None = None  # of the last backward, and its number of items
         self._tokens: Tensor | None = None  # counted since the last mark
-        self._sent: Mark | None = None  # a mark whose numbers are on their way
         self._measured: dict[str, Any] = {}  # loss and learning rate at the last mark
         self._first: Mark | None = None
         self._marks: deque[Mark] = deque()  # the recent ones
@@ -194,21 +193,21 @@ class Console(Part):
 
     def _measure(self, time_now: float, wait: bool = False) -> bool:
         """Ask the device for the numbers of this moment, or those asked for before; whether they have arrived."""
-        if self._sent is None:
-            self._sent = Mark(time_now, self._progress.updates, self._progress.samples)
-            self._pending.add(Row(self._sent.updates, time_now, dict(self._numbers())))
+        if not self._pending:
+            numbers = {"samples": self._progress.samples, **dict(self._numbers())}
+            self._pending.add(Row(self._progress.updates, time_now, numbers))
             self._pending.send()
         for row in self._pending.arrived(wait):
-            assert self._sent is not None
             # Ranks that see the same data count the same tokens.
             strategy = self.run.prepared.strategy
             tokens = row.values.pop("tokens", 0.0) * strategy.data_size * strategy.context_size / self.run.world.size
-            mark = self._sent._replace(tokens=tokens + (self._marks[-1].tokens if self._marks else 0.0))
-            self._sent, self._measured, self._first = None, row.values, self._first or mark
+            tokens += self._marks[-1].tokens if self._marks else 0.0
+            mark = Mark(row.time, row.step, row.values.pop("samples"), tokens)
+            self._measured, self._first = row.values, self._first or mark
             self._marks.append(mark)
             while len(self._marks) > 2 and mark.time - self._marks[1].time >= WINDOW:
                 self._marks.popleft()
-        return self._sent is None
+        return not self._pending
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
         if not self._logs_loss and self._loss is not None:

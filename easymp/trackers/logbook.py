@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import logging
 import os
 import time
@@ -20,6 +19,7 @@ from ..base import env
 from ..base.lazy import imported
 from ..base.parts import Part
 from ..base.rng import isolated
+from ..distributed.processes import run_where
 from ..errors import EasympError, SettingError, StepError, TrackerError, failing, nearest
 from ..logging import get_logger, is_main
 from ..options import ProjectConfiguration
@@ -213,7 +213,7 @@ class Logbook(Part):
         """Hand over all rows, then call `method` of the trackers that have it."""
         self.settle_rows()
         for name, tracker in {**self._watching, **self._started()}.items():
-            act = getattr(tracker, method, None)
+            act = getattr(getattr(tracker, "wrapped", tracker), method, None)
             if act is not None:
                 self.attempt(name, partial(act, *args, **keywords))
             elif name in self.names:
@@ -241,7 +241,7 @@ class Logbook(Part):
     @property
     def trackers(self) -> dict[str, Any]:
         """The started trackers by name. A tracker of the script is the object that the script passed."""
-        trackers = {name: t.wrapped if name in self.script_trackers else t for name, t in self._started().items()}
+        trackers = {name: getattr(tracker, "wrapped", tracker) for name, tracker in self._started().items()}
         self._complain()
         return trackers
 
@@ -364,12 +364,6 @@ class ScriptTracker:
             else:
                 self.wrapped.log(row.values, row.step, **options)
 
-    def __getattr__(self, name: str) -> Any:
-        """`log_images` and `log_table`, if the tracker has them."""
-        if name in ("log_images", "log_table"):
-            return getattr(self.wrapped, name)
-        raise AttributeError(name)
-
     def position(self) -> dict[str, Any] | None:
         return dict(self.wrapped.position()) if callable(getattr(self.wrapped, "resume", None)) else None
 
@@ -447,12 +441,7 @@ class GeneralTracker:
 
 def on_main_process(function: F) -> F:
     """Make a method do nothing and return None except on process 0, the only one that calls trackers in `log_with`."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if is_main() else None
-
-    return run  # type: ignore[return-value]
+    return run_where(is_main, function)  # type: ignore[return-value]
 
 
 class Silent:

@@ -24,7 +24,8 @@ logger = get_logger(__name__)
 URI = "MLFLOW_TRACKING_URI"
 AT_ONCE = {"params": 100, "tags": 100, "metrics": 1000}  # items that it takes in one request
 TABLES = "mlflow.loggedArtifacts"  # the tag that lists tables
-PATH = re.compile(r"[^a-zA-Z0-9_\-./ ]")  # what it refuses in names of images and files
+KEY = re.compile(r"[^\w\-. :/]")  # what it refuses in names of values
+PATH = re.compile(r"[^a-zA-Z0-9_\-./ ]")  # and in those of images and files
 LONGEST = 500  # characters of a parameter that all of its versions take
 
 
@@ -248,7 +249,7 @@ class MLflow:
         """Log parameters; MLflow never changes one, so a resumed run adds new ones only."""
         from mlflow.entities import Param
 
-        values = {allowed(key): str(value) for key, value in concise(config).items()}
+        values = {KEY.sub("_", key): str(value) for key, value in concise(config).items()}
         if cut := [key for key, value in values.items() if len(value) > LONGEST]:
             logger.warning("MLflow takes %d characters of a parameter, and these are cut: %s", LONGEST, ", ".join(cut))
         values = {key: value[:LONGEST] for key, value in values.items()}
@@ -287,7 +288,7 @@ class MLflow:
         metrics, tags = [], {}
         for row in rows:
             for name, value in row.values.items():
-                key = allowed(name)
+                key = KEY.sub("_", name)
                 if isinstance(value, str):
                     tags[key] = RunTag(key, value)
                 elif row.step > self._logged_steps.get(key, row.step - 1):
@@ -309,8 +310,3 @@ class MLflow:
             if self._former_variables is not None:
                 env.put(self._former_variables)
                 self._former_variables = None
-
-
-def allowed(key: str) -> str:
-    """`key` with ``_`` for each character that MLflow refuses in names."""
-    return "".join(letter if letter.isalnum() or letter in "_-. :/" else "_" for letter in key)

@@ -261,8 +261,8 @@ class Pending:
 
 def plain(value: Any) -> Any:
     """`value` as dicts, lists, numbers, words and None; anything else as its `str`. For JSON: see `finite`."""
-    if value is None or type(value) in PLAIN:
-        return finite(value)
+    if value is None:
+        return None
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, argparse.Namespace):
