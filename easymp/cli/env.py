@@ -21,15 +21,14 @@ import easymp
 from .. import cuda, distributed
 from ..base.lazy import modules_at_first_use
 from ..base.units import size
-from ..hardware import Hardware
 from ..settings import resolve
 from ..version import __version__
 from .terminal import MACHINE_HELP, print_json, table
 
 if TYPE_CHECKING:
-    from ..hardware import gpus
+    from ..hardware import Hardware, accelerators
 else:  # it imports torch
-    modules_at_first_use(globals(), gpus=".hardware.gpus")
+    modules_at_first_use(globals(), accelerators=".hardware.accelerators")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         record = {"versions": versions(), "hardware": dataclasses.asdict(hardware), "kernels": kernels(hardware)}
         rows = [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]
     else:
-        machine = gpus.describe(args.machine)
+        machine = accelerators.describe(args.machine)
         hardware, processes = machine.hardware, machine.processes
         ranks = distributed.Ranks(0, machine.nodes * processes, 0, processes, f"--for {args.machine}")
         record = {**machine._asdict(), "hardware": dataclasses.asdict(hardware)}

@@ -13,9 +13,10 @@ from ..base.lazy import at_first_use
 if TYPE_CHECKING:
     from .accelerators import Device as Device
     from .accelerators import Hardware as Hardware
+    from .accelerators import describe as describe
     from .accelerators import detect as detect
     from .cpu import CPU as CPU
 
-_HOMES = {"accelerators": ("Device", "Hardware", "detect"), "cpu": ("CPU",)}
+_HOMES = {"accelerators": ("Device", "Hardware", "describe", "detect"), "cpu": ("CPU",)}
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

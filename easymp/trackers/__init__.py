@@ -33,10 +33,10 @@ class Entry(NamedTuple):
 
 
 TRACKERS = {
-    "jsonl": Entry("jsonl:JsonLines"),
-    "tensorboard": Entry("packages:TensorBoard", "tensorboard", takes_options=True),
-    "wandb": Entry("packages:WandB", "wandb", takes_options=True),
-    "mlflow": Entry("packages:MLflow", "mlflow"),
+    "jsonl": Entry("writers:JsonLines"),
+    "tensorboard": Entry("writers:TensorBoard", "tensorboard", takes_options=True),
+    "wandb": Entry("writers:WandB", "wandb", takes_options=True),
+    "mlflow": Entry("writers:MLflow", "mlflow"),
     "console": Entry("console:Console", "tqdm", watches=True),
 }
 ALL, NONE = "all", "none"

@@ -3,7 +3,7 @@
 import pytest
 
 from easymp import SettingError
-from easymp.hardware.gpus import GPUS, describe, find_model
+from easymp.hardware.accelerators import GPUS, describe, find_model
 
 from .machines import MACHINES
 

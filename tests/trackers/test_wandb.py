@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 
 from easymp.base import env
-from easymp.trackers.packages import WandB
 from easymp.trackers.rows import Row
+from easymp.trackers.writers import WandB
 
 from ..conftest import Ranks
 from .runs import SAVED, UPDATES, train

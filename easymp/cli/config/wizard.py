@@ -18,8 +18,7 @@ from ... import settings
 from ...base import env
 from ...distributed import Ranks
 from ...errors import RefusedError, SettingError
-from ...hardware import Hardware
-from ...hardware.gpus import describe
+from ...hardware import Hardware, describe
 from ...launcher.rendezvous import read_nodes
 from ...options import AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs
 from ...plan import Plan, make_plan

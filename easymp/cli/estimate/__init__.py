@@ -35,11 +35,10 @@ from ..config.documents import read_json
 from ..terminal import GREEN, MACHINE_HELP, RED, paint, print_json, table, wrap
 
 if TYPE_CHECKING:
-    from ...hardware import gpus
     from ...training import peak
     from . import rows as estimate_rows
 else:  # they import torch
-    modules_at_first_use(globals(), estimate_rows="rows", gpus="..hardware.gpus", peak="..training.peak")
+    modules_at_first_use(globals(), estimate_rows="rows", peak="..training.peak")
 
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -73,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     machine = None
     if args.machine:
-        machine = gpus.describe(args.machine)
+        machine = hardware.describe(args.machine)
         if args.memory:
             raise SettingError(f"--for {args.machine} says it, and so does --memory {args.memory}: leave one out")
         if not machine.hardware.devices and not machine.hardware.cpu.memory:

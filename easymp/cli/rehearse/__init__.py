@@ -42,10 +42,9 @@ from ..harness import reworded as reworded
 from ..terminal import ended_by_signals, print_json, table, wrap
 
 if TYPE_CHECKING:
-    from ...hardware import gpus
     from ...training import peak
 else:  # they import torch
-    modules_at_first_use(globals(), gpus="..hardware.gpus", peak="..training.peak")
+    modules_at_first_use(globals(), peak="..training.peak")
 
 STOPPED, ENDED, FAILED, UNKNOWN = "stopped", "ended", "failed", "not known"
 RUNS, FAILS, NOT_REHEARSED = CODES = ("it would run", "it would fail", "not rehearsed")
@@ -81,7 +80,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     script = Script(args.script, args.arguments, args.module)
     check_script(args.script, args.module)
-    described = gpus.describe(args.machine) if args.machine else None
+    described = hardware.describe(args.machine) if args.machine else None
     devices = described.processes if described else len(hardware.detect().devices)  # of a node
     processes = args.processes or (described.nodes * devices if described else max(1, devices))
     nodes = args.nodes or (-(-processes // devices) if devices else 1)

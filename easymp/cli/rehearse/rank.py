@@ -46,7 +46,7 @@ from ...base.pytree import find_batch_size, map_leaves
 from ...checkpoint.ranks import SaveCalls
 from ...data import PreparedLoader
 from ...distributed import World, process_group
-from ...hardware import gpus
+from ...hardware import describe
 from ...optim import PreparedOptimizer, torch_step
 from ...strategies import meta_init, pipeline_cuts
 from ...trackers import rows
@@ -283,7 +283,7 @@ class Rehearsal(Runner):
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         script = "" if self.task["module"] else str(Path(self.task["script"]).absolute())
         self.device = torch.device("cpu")
-        self.hardware = gpus.describe(self.task["machine"]).hardware if self.task["machine"] else None
+        self.hardware = describe(self.task["machine"]).hardware if self.task["machine"] else None
         if self.hardware is not None and self.hardware.devices and device.IS_POSSIBLE:
             device.register(len(self.hardware.devices))
             self.device = torch.device(device.NAME, 0)
