@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, GradScalerKwargs, Settings
 from easymp.cuda.cupy_launcher import CupyLauncher
-from easymp.cuda.rounding import Rounding
+from easymp.cuda.kernel import Rounding
 from easymp.cuda.step import EMA, FusedStep
 from easymp.optim import Engine
 from easymp.optim import engine as torch_engine

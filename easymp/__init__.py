@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .launcher.entrypoints import notebook_launcher as notebook_launcher
     from .logging import get_logger as get_logger
     from .logging import tqdm as tqdm
+    from .nn import SyncBatchNorm as SyncBatchNorm
+    from .nn import convert_sync_batchnorm as convert_sync_batchnorm
     from .options import AutocastKwargs as AutocastKwargs
     from .options import DataLoaderConfiguration as DataLoaderConfiguration
     from .options import DDPCommunicationHookType as DDPCommunicationHookType
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
     from .protocols import Tracker as Tracker
     from .settings import Settings as Settings
     from .settings import resolve as resolve
-    from .strategies.batchnorm import SyncBatchNorm as SyncBatchNorm
-    from .strategies.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from .strategies.fsdp import FSDPOptions as FSDPOptions
     from .strategies.fsdp import HSDPOptions as HSDPOptions
     from .strategies.local_sgd import LocalSGD as LocalSGD
@@ -94,13 +94,13 @@ _HOMES = {
     "launcher": "launch",
     "launcher.entrypoints": "debug_launcher notebook_launcher",
     "logging": "get_logger tqdm",
+    "nn": "SyncBatchNorm convert_sync_batchnorm",
     "options": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
     "GradScalerKwargs GradientAccumulationPlugin LoggerType ProfileKwargs ProjectConfiguration",
     "parts.spikes": "SpikeGuard",
     "plan": "Plan make_plan",
     "protocols": "Choice Source Tracker",
     "settings": "Settings resolve",
-    "strategies.batchnorm": "SyncBatchNorm convert_sync_batchnorm",
     "strategies.fsdp": "FSDPOptions HSDPOptions",
     "strategies.local_sgd": "LocalSGD LocalSGDOptions",
     "strategies.pipeline": "PipelineOptions",

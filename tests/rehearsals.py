@@ -45,7 +45,7 @@ WAITS = {
     "tensor_parallel.py _compare_gradients": "the first step compares gradients of whole parameters",
     "masters.py average": "low-precision parameters without a gradient on this rank may have one on others",
     "pipeline_run.py _run_schedule": "a pipeline asks whether a stage has failed",
-    "batchnorm.py _statistics": "SyncBatchNorm on devices that are not NVIDIA's counts its values",
+    "__init__.py _statistics": "SyncBatchNorm on devices that are not NVIDIA's counts its values",
     "ddp.py __init__": "DistributedDataParallel is made",
     "ddp.py join": "torch's Join asks which ranks have ended",
     "": "torch's own threads",

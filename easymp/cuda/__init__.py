@@ -11,8 +11,7 @@ from ..base.lazy import at_first_use
 EMA = "ema"  # key of the average in an optimizer's state
 _HOMES = {
     "cupy_launcher": ("facts", "launcher_for", "unavailable", "warn_once"),
-    "kernel": ("TYPES", "upload"),
-    "rounding": ("Rounding", "key_of", "stochastic"),
+    "kernel": ("Rounding", "TYPES", "key_of", "stochastic", "upload"),
     "rule": ("complete",),
     "step": ("FusedStep", "steps"),
 }

@@ -3,11 +3,10 @@
 A rule is text, one assignment a line, which is both Python and C++. Kernels run it on numbers; where no kernels run,
 `optim.rules` runs it on lists of tensors. It may call sqrt, pow, where, maximum and sign.
 
-Two kernels make a step. `prepare` runs a thread for each tensor: it computes the step counter,
-bias corrections and other numbers of a tensor in float64, since in float32 `1.f - 0.999f` is off by 1.3e-5. lr may be a
-tensor of the device and the counters are the optimizer's own, so a captured step goes on counting when it is replayed;
-a group's other numbers are those of the capture. `update` reads and writes each element once, with the average of the
-weights and the low-precision copy of the model.
+Two kernels make a step. `prepare` runs a thread for each tensor: step counter, bias corrections and other numbers of a
+tensor, in float64, since in float32 `1.f - 0.999f` is off by 1.3e-5. lr may be a tensor of the device and the counters
+are the optimizer's own, so a captured step goes on counting when it is replayed. `update` reads and writes each element
+once, with the average of the weights and the low-precision copy of the model.
 """
 
 from __future__ import annotations

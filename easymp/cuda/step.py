@@ -23,8 +23,20 @@ from ..base.dtensor import dense, local, parts
 from ..errors import KernelError, StepError
 from . import EMA
 from . import rule as kernels
-from .kernel import THREADS, Kernel, Row, Table, addresses, capturing, facts_of, lay_out, same_layout, supports, upload
-from .rounding import Rounding
+from .kernel import (
+    THREADS,
+    Kernel,
+    Rounding,
+    Row,
+    Table,
+    addresses,
+    capturing,
+    facts_of,
+    lay_out,
+    same_layout,
+    supports,
+    upload,
+)
 from .rule import GRADIENT, MOST, Rule, Variant, complete, roles_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from ..errors import OPTIMIZER_REMEDY
 if TYPE_CHECKING:
     from .engine import Engine as Engine
     from .engine import EngineOptions as EngineOptions
-    from .larc import LARC as LARC
     from .masters import Masters as Masters
     from .masters import Sums as Sums
     from .muon import Muon as Muon
@@ -21,19 +20,19 @@ if TYPE_CHECKING:
     from .optimizer import PreparedScheduler as PreparedScheduler
     from .optimizer import can_clip_in_step as can_clip_in_step
     from .optimizer import clip_in_step as clip_in_step
-    from .rule_optimizers import LAMB as LAMB
-    from .rule_optimizers import Lion as Lion
-    from .rule_optimizers import NovoGrad as NovoGrad
+    from .own_optimizers import LAMB as LAMB
+    from .own_optimizers import LARC as LARC
+    from .own_optimizers import Lion as Lion
+    from .own_optimizers import NovoGrad as NovoGrad
     from .torch_step import OwnOptimizer as OwnOptimizer
     from .torch_step import fuse as fuse
 
 _HOMES = {
     "engine": ("Engine", "EngineOptions"),
-    "larc": ("LARC",),
     "masters": ("Masters", "Sums"),
     "muon": ("Muon",),
     "optimizer": ("PreparedOptimizer", "PreparedScheduler", "clip_in_step", "can_clip_in_step"),
-    "rule_optimizers": ("LAMB", "Lion", "NovoGrad"),
+    "own_optimizers": ("LAMB", "LARC", "Lion", "NovoGrad"),
     "torch_step": ("OwnOptimizer", "fuse"),
 }
 # Names of earlier versions.

@@ -38,12 +38,12 @@ from .torch_step import (
 )
 
 if TYPE_CHECKING:
-    from ..cuda.rounding import Rounding
+    from ..cuda.kernel import Rounding
     from ..cuda.rule import Rule
     from ..cuda.step import FusedStep, OverRanks
-    from . import rule_optimizers, rules
+    from . import rules
 
-modules_at_first_use(globals(), "rule_optimizers", "rules")  # which most CPUs do not need
+modules_at_first_use(globals(), "rules")  # which most CPUs do not need
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which a float32 factor is exact enough
 
@@ -178,16 +178,16 @@ class Engine:
             rounding = replace(rounding, offset_of=sharded.offset_of)
         self._rule_step: rules.RuleStep | None = None
         if options.state_dtype is not None or rounding is not None:  # bf16 is rounded in another way than by torch
-            step_rule = rule or rule_optimizers.step_rule(inner)
-            if step_rule is None:
+            rule = rule or rules.rule_of(inner)
+            if rule is None:
                 raise SettingError(
                     f"{type(inner).__name__} got state_dtype or stochastic_rounding, which are for Adam, AdamW, SGD, "
                     "Adagrad, Lion, LAMB and NovoGrad: leave them out (fp32 masters keep small updates, too), or use "
                     "one of these"
                 )
-            self._rule_step = rules.RuleStep(inner, step_rule, options.state_dtype, rounding)
+            self._rule_step = rules.RuleStep(inner, rule, options.state_dtype, rounding)
 
-        kernels = launcher_of(inner, lambda: rule or rule_optimizers.rule_of(inner)) if free else "kernels are off"
+        kernels = launcher_of(inner, lambda: rule or rules.rule_of(inner)) if free else "kernels are off"
         if isinstance(kernels, str):
             self.reason = kernels
             return

@@ -20,16 +20,14 @@ from .torch_step import Snapshot
 class Masters:
     """fp32 masters of one optimizer's low-precision parameters; its param groups hold them from now until `release`.
 
-    An update is often smaller than the spacing of half-precision numbers around a weight: added there it would vanish
-    ("Mixed Precision Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters
-    before they are unscaled, clipped or stepped on, and the parameters are the masters, rounded, after each step.
+    An update is often smaller than the spacing of half-precision numbers around a weight ("Mixed Precision Training",
+    Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters before they are unscaled, clipped
+    or stepped on, and the parameters are the masters, rounded, after each step.
 
-    Scripts know the parameters only. A weight that is not its master rounded was written by the script
-    (``load_state_dict``, ``.data``, a broadcast), and its master takes that value before the next step. A gradient that
-    has moved stays in ``.grad``, and what a script does to it there reaches the master's.
-
-    The ids in `masters` lead from parameters to masters, and are shared by the optimizers of a run. With `frozen`,
-    parameters that are frozen now get masters, too.
+    Scripts know the parameters only. A weight that is not its master rounded was written by the script, and its master
+    takes that value before the next step. A gradient that has moved stays in ``.grad``, and what a script does to it
+    there reaches the master's. `masters`, id of a parameter → its master, is shared by the optimizers of a run; with
+    `frozen`, parameters that are frozen now get masters, too.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: dict[int, Tensor], frozen: bool = True) -> None:
@@ -195,10 +193,9 @@ def added(gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Ten
 
 
 class Sums:
-    """fp32 sums of low-precision gradients over an accumulation window.
+    """fp32 sums of low-precision gradients over an accumulation window: one in bf16 would lose most of the later ones.
 
-    In bf16, with 8 bits of mantissa, a sum over a hundred micro-batches would lose most of the later ones. So each
-    micro-step's gradients leave `.grad` for an fp32 sum on this rank. At the end of the window the sums are averaged
+    Each micro-step's gradients leave `.grad` for a sum on this rank. At the end of the window the sums are averaged
     over the ranks, once, and become `.grad` in the parameter's type, or the master's gradient.
     """
 
@@ -292,9 +289,8 @@ class Averages:
     """Exponential moving averages of one optimizer's parameters, where torch steps it.
 
     ema += (p - ema) × (1 - decay) at each step that moves p, from p's value before its first one ("Acceleration of
-    Stochastic Approximation by Averaging", Polyak and Juditsky, 1992; exponential as in Adam's arXiv:1412.6980, section
-    7.2). It lies under the key "ema" in the optimizer's state, in fp32, split as the other states are, so checkpoints
-    keep it as one of them.
+    Stochastic Approximation by Averaging", Polyak and Juditsky, 1992). It is "ema" in the optimizer's state, in fp32,
+    split as the other states are, so checkpoints keep it as one of them.
     """
 
     # Of a parameter: the tensor that is stepped, and the mapping of its state.

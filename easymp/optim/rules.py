@@ -9,21 +9,30 @@ LAMB: You et al., arXiv:1904.00962. NovoGrad: Ginsburg et al., arXiv:1905.11286.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import cuda
 from ..base.dtensor import local
-from ..cuda.rounding import Rounding
+from ..cuda.kernel import Rounding
 from ..cuda.rule import BETAS, PARAMETER, Group, Rule, Survey, direction
-from ..errors import StepError
+from ..errors import OPTIMIZER_REMEDY, SettingError, StepError
 from ..precision.scaler import widest
-from .torch_step import counting_by_meshes, parameters_of, stacked, sums_of_squares, totals_of, values, wide
+from .torch_step import (
+    OwnOptimizer,
+    counting_by_meshes,
+    parameters_of,
+    stacked,
+    sums_of_squares,
+    totals_of,
+    values,
+    wide,
+)
 
 
 def average_share(group: Group) -> float:
@@ -398,3 +407,47 @@ def largest_of(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tenso
             "the largest magnitude of a sharded gradient is not computed: use norm_type=2, or strategy='ddp'"
         )
     return stacked([x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors]).to(widest(tensors[0].device))
+
+
+# -- optimizers that are a rule ----------------------------------------------------------------------------------------
+
+
+class RuleOptimizer(OwnOptimizer):
+    """Base of optimizers that are a rule, which kernels or torch's operations run."""
+
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: Any, defaults: dict[str, Any], removed: Mapping[str, Any]) -> None:
+        for name in removed:
+            if name in ("ema_decay", "state_dtype", "stochastic_rounding"):
+                raise SettingError(f"{type(self).__name__}({name}=…) was removed. Instead: {OPTIMIZER_REMEDY}")
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+        for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
+            value = defaults.get(name)
+            if value is not None and not value >= 0.0:
+                raise SettingError(f"{name}={value} must be a number of at least 0")
+        betas = defaults["betas"]
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise SettingError(f"betas={betas} must be two numbers from 0 to below 1; (0.9, 0.999) is usual")
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                del self.param_groups[-1]
+                raise SettingError(
+                    f"{type(self).__name__} moves real floating-point parameters, not {parameter.dtype}: "
+                    "give it to another optimizer"
+                )
+
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        RuleStep(self, self.rule)(factor, found_inf)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """The rule that does what the step of `optimizer` does; None where there is none."""
+    kind = type(optimizer)
+    if issubclass(kind, RuleOptimizer) and kind.advance is RuleOptimizer.advance:
+        return kind.rule
+    return RULES.get(kind)

@@ -2,9 +2,9 @@
 
 Each rank has a twin of the user's optimizer, which knows only this rank's rows of each parameter. They are views: the
 twin's step writes into the whole parameters, and the rows of the other ranks are gathered afterwards. Tensors are cut
-along dimension 0 as torch.chunk does (and FSDP2): ceil(length / ranks) rows each, the last ranks fewer or none; one
-without dimensions is not cut. Twins of `elementwise` optimizers step on plain tensors (fused, foreach), others on
-DTensors. From outside, the states are DTensors either way, so another number of ranks can read a checkpoint of them.
+along dimension 0 as torch.chunk does (and FSDP2); one without dimensions is not cut. Twins of `elementwise` optimizers
+step on plain tensors (fused, foreach), others on DTensors. From outside, the states are DTensors either way, so another
+number of ranks can read a checkpoint of them.
 """
 
 from __future__ import annotations
@@ -139,10 +139,8 @@ class RowGather:
 # whole matrices, as Muon does, and step on DTensors.
 _NAMES = "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()
 ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES)
-SUMS_ARE_RIGHT = (
-    2,
-    11,
-)  # before this torch, a DTensor that is a pending sum adds a number on each rank: `p.norm() + eps`
+# Before this torch, a DTensor that is a pending sum adds a number on each rank: `p.norm() + eps`.
+SUMS_ARE_RIGHT = (2, 11)
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:

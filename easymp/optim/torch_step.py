@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,16 +61,16 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterator[None]:
-    """Inside, `option` of param groups that have it is `value`."""
-    before = [(group, group[option]) for group in groups if option in group]
-    for group, _ in before:
-        group[option] = value
+def without_decay(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Inside, the weight decay of these param groups is 0."""
+    before = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
     try:
+        for group, _ in before:
+            group["weight_decay"] = 0.0
         yield
     finally:
-        for group, old_value in before:
-            group[option] = old_value
+        for group, decay in before:
+            group["weight_decay"] = decay
 
 
 # -- torch's fused step ------------------------------------------------------------------------------------------------
@@ -80,9 +81,8 @@ def fuse(
 ) -> str | None:
     """Let `optimizer` run fused, if the user left that open and torch can; returns the reason why not, or None.
 
-    Only ``fused`` in its param groups changes: state, numbers (within rounding, 3e-8) and checkpoints stay. Subclasses
-    of torch's classes are left alone, unless `kind` is torch's class of their step. The embeddings of `models` say
-    whether gradients are sparse.
+    Only ``fused`` in its param groups changes. Subclasses of torch's classes are left alone, unless `kind` is torch's
+    class of their step. The embeddings of `models` say whether gradients are sparse.
     """
     kind = kind or type(optimizer)
     if kind not in FUSED:
@@ -91,10 +91,7 @@ def fuse(
     embeddings = ((name, m) for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
     sparse = {id(m.weight): name for name, m in embeddings if m.sparse}
     for group in optimizer.param_groups:
-        parameters = (p for p in group["params"] if not p.is_meta)  # meta parameters are of other stages
-        refusals = (_parameter_refusal(kind, p, sparse.get(id(p))) for p in parameters)
-        refusal = _group_refusal(kind, group) or next(filter(None, refusals), None)
-        if refusal is not None:
+        if (refusal := _refusal(kind, group, sparse)) is not None:
             return refusal
     if optimizer.state and any(p.device.type not in ("cpu", "meta") for p in parameters_of(optimizer)):
         return "it has stepped already, with its counters where the plain step keeps them"
@@ -104,32 +101,34 @@ def fuse(
     return None
 
 
-def _group_refusal(kind: type, group: dict[str, Any]) -> str | None:
+def _refusal(kind: type, group: dict[str, Any], sparse: Mapping[int, str]) -> str | None:
+    """Why a param group cannot step fused. `sparse`: id of an embedding's weight with sparse gradients → its name."""
+    fused = f"torch's fused {kind.__name__}"
     if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
-        return f"torch's fused {kind.__name__} does not take split parameters and others in one group"
+        return f"{fused} does not take split parameters and others in one group"
     if group.get("fused") is not None or group.get("foreach") is not None:
         return "fused or foreach was chosen by the caller"
     if group.get("differentiable") or group.get("capturable"):
         return "a differentiable or capturable step was asked for"
     if group.get("momentum") and group.get("dampening"):
         return "with dampening the first step differs, and torch's fused SGD takes it for all parameters at once"
+    for parameter in group["params"]:
+        device = parameter.device.type
+        if device == "meta":  # of another stage
+            continue
+        if id(parameter) in sparse:
+            return f"{fused} does not take the sparse gradients of {sparse[id(parameter)]!r}"
+        if not torch.is_floating_point(parameter) or device not in DEVICES.get(kind, EVERYWHERE):
+            return f"{fused} does not take {parameter.dtype} on {device}"
+        if kind is torch.optim.SGD and device == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+            # In torch 2.13 its kernel computes something else from 32 elements on; the plain step is right.
+            return f"{fused} is wrong for {parameter.dtype} on a CPU"
+        if kind not in SHARDED and hasattr(parameter, "to_local"):
+            return f"{fused} does not take sharded parameters"
+        whole = type(parameter) is nn.Parameter and parameter.is_contiguous()
+        if not whole and not dense(local(parameter)):
+            return f"{fused} is wrong for a parameter that has gaps in memory, or overlaps"
     return None
-
-
-def _parameter_refusal(kind: type, parameter: Any, sparse: str | None) -> str | None:
-    device, fused = parameter.device.type, f"torch's fused {kind.__name__}"
-    if sparse is not None:
-        return f"{fused} does not take the sparse gradients of {sparse!r}"
-    if not torch.is_floating_point(parameter) or device not in DEVICES.get(kind, EVERYWHERE):
-        return f"{fused} does not take {parameter.dtype} on {device}"
-    if kind is torch.optim.SGD and device == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
-        # In torch 2.13 its kernel computes something else from 32 elements on; the plain step is right.
-        return f"{fused} is wrong for {parameter.dtype} on a CPU"
-    if kind not in SHARDED and hasattr(parameter, "to_local"):
-        return f"{fused} does not take sharded parameters"
-    if (type(parameter) is nn.Parameter and parameter.is_contiguous()) or dense(local(parameter)):
-        return None
-    return f"{fused} is wrong for a parameter that has gaps in memory, or overlaps"
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
@@ -156,7 +155,9 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
     return {**state, "param_groups": groups}
 
 
-def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | str]) -> tuple[CupyLauncher, Rule] | str:
+def launcher_of(
+    optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | None]
+) -> tuple[CupyLauncher, Rule] | str:
     """The launcher and the rule of the kernels that step `optimizer`; or the reason why torch steps it."""
     parameters = [p for p in parameters_of(optimizer) if not p.is_meta]  # meta parameters are of other stages
     devices = {p.device for p in parameters}
@@ -166,13 +167,17 @@ def launcher_of(optimizer: torch.optim.Optimizer, rule_of: Callable[[], Rule | s
     if device.type not in KERNEL_DEVICES:
         return f"our kernels run on NVIDIA GPUs, not on {device.type}"
     rule = rule_of()
-    if isinstance(rule, str):
-        return rule
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "a differentiable step was asked for"
+        if group.get("foreach") is not None or group.get("fused") is False:
+            return "fused or foreach was chosen by the caller"
+        if rule is not None and (refusal := rule.refuse(group)) is not None:
+            return refusal
+    if rule is None:
+        return f"there is no kernel for {type(optimizer).__name__}"
     if rule.survey is not None:
         return f"a step by {rule.name} needs norms of whole tensors, which torch's operations compute"
-    for group in optimizer.param_groups:
-        if (refusal := rule.refuse(group)) is not None:
-            return refusal
     launcher: CupyLauncher | str = cuda.launcher_for(device)
     if isinstance(launcher, str):
         return launcher
@@ -274,9 +279,9 @@ class FirstGradient:
 class GradientsLeft(FirstGradient):
     """Gradients as a backward left them. With a `refusal`, a change before the step is an error.
 
-    `compares_values`: compare norms, too (waits for the device), which finds changes that leave a tensor's version as
-    it was: through ``.data``, and of DTensors. `shared`: gradients are views of a bucket, or shards, so refuse
-    ``p.grad.data = value``, which does not reach them; only the first is checked, or with `compares_values` all.
+    `compares_values`: compare norms, too (waits for the device): changes through ``.data`` and of DTensors raise no
+    version. `shared`: gradients are views of a bucket, or shards, which ``p.grad.data = value`` does not reach: refuse
+    that; only the first is checked, or with `compares_values` all.
     """
 
     __slots__ = ("_norms", "_refusal", "_snapshots", "_storages")
@@ -358,18 +363,19 @@ def counting_by_meshes(parameters: Iterable[Tensor]) -> Counting:
     device_meshes = meshes(parameters)
     ranks = math.prod(mesh.size() for mesh in device_meshes)
 
-    def copies(parameter: Any) -> int:
-        number: int = ranks
-        for dim, placement in enumerate(getattr(parameter, "placements", ())):
-            number //= 1 if placement.is_replicate() else parameter.device_mesh.size(dim)
-        return number
-
     def add(totals: Tensor) -> None:
         for mesh in device_meshes:
             for dim in range(mesh.ndim):
                 torch.distributed.all_reduce(totals, group=mesh.get_group(dim))
 
-    return Counting(copies, add) if device_meshes else Counting()
+    return Counting(partial(copies, ranks=ranks), add) if device_meshes else Counting()
+
+
+def copies(tensor: Any, ranks: int) -> int:
+    """The number of `ranks` ranks that hold an element of `tensor`: all for a plain tensor, fewer for a sharded one."""
+    # torch's _StridedShard is a Shard in some versions only.
+    dims = [dim for dim, placement in enumerate(getattr(tensor, "placements", ())) if not placement.is_replicate()]
+    return ranks // math.prod([int(tensor.device_mesh.size(dim)) for dim in dims])
 
 
 def sums_of_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -422,10 +428,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """Base of optimizers around another one, whose param groups, defaults and state they show as theirs.
-
-    torch's own constructor, which would build these a second time, is not called.
-    """
+    """Base of optimizers that show another one's groups, defaults and state, without torch's own constructor."""
 
     optimizer: torch.optim.Optimizer
 

@@ -25,8 +25,8 @@ from ..base.dtensor import local
 from ..base.parts import Part
 from ..distributed import first_difference, odd_one_out
 from ..errors import EasympWarning, WorldError, failing
+from ..optim.torch_step import copies
 from ..protocols import Choice, Source
-from ..strategies.single import copies
 from ..training.prepare import ADD_BEFORE_PREPARE
 from ..training.state import describe_options
 

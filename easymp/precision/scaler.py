@@ -1,10 +1,10 @@
 """The loss scale: one scaler for fp16 runs, with the rule of a `GradScalerKwargs`.
 
-Gradients below 6e-8 are zero in fp16, so the loss is multiplied by a scale before backward and gradients are divided by
-it before the step. An overflow skips the step and lowers the scale; a run of good steps raises it: in torch and Apex ×2
-after `growth_interval` good steps and ÷2 at each overflow; in DeepSpeed growth comes one step later (`growth_delay=1`),
-and the first `hysteresis - 1` overflows lower nothing. Scale and counters are on the device, and only the step of an
-optimizer that is not fused waits for it.
+Gradients below 6e-8 are zero in fp16, so the loss is multiplied by a scale, and gradients are divided by it before the
+step. An overflow skips the step and lowers the scale; a run of good steps raises it: in torch and Apex ×2 after
+`growth_interval` good steps and ÷2 at each overflow; in DeepSpeed growth comes one step later (`growth_delay=1`), and
+the first `hysteresis - 1` overflows lower nothing. Only the step of an optimizer that is not fused waits for the
+device.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """fsdp and hsdp, torch's FSDP2: parameters, gradients and optimizer states are sharded (ZeRO-3).
 
-Every rank holds 1/world of each parameter along dimension 0, as a DTensor. Repeated blocks, large layers outside of
-them, and the rest of the model are each gathered for their forward and again for their backward, and their gradients
-are reduced to shards.
-
-Shards are fp32. Under bf16 and fp16 they are gathered in that dtype, and gradients are reduced in fp32. Autocast is
-around the model, so functions run in ddp's dtypes: norms see their weights in fp32, embeddings return fp32.
+Every rank holds 1/world of each parameter along dimension 0, as a DTensor, in fp32. Repeated blocks, large layers
+outside of them, and the rest of the model are each gathered for their forward and again for their backward, under bf16
+and fp16 in that dtype, and their gradients are reduced to shards in fp32. Autocast is around the model, so functions
+run in ddp's dtypes: norms see their weights in fp32, embeddings return fp32.
 """
 
 from __future__ import annotations
@@ -24,12 +22,13 @@ from ..base.dtensor import ShardMemory, names_of, rebind
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, is_whole, nearest
 from ..optim.sharded import check_sums
+from ..optim.torch_step import copies
 from ..options import Record, option
 from ..precision.policies import as_if_fp32
 from ..protocols import Conflict, Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse, refuse_uncallable
 from .meta_init import materialise, on_meta
-from .single import Reducing, Released, Remedy, Single, average, broadcast_model, copies, device_mesh, hook_gradient
+from .single import Reducing, Released, Remedy, Single, average, broadcast_model, device_mesh, hook_gradient
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,12 @@ def conflicts_of(strategy: str) -> tuple[Conflict, ...]:
 class FSDP(Single):
     """torch's `fully_shard`, on each repeated block and on the model.
 
-    In place, by torch: parameters become DTensors, which hold this rank's shard; the class of the model and of each
-    block becomes a subclass of its own (``FSDPBlock`` for ``Block``), which cannot be deep-copied; hooks that gather
-    and shard are registered on them. In place, by us: parameters and buffers take rank 0's values first, and the
-    optimizers of the same `prepare` take the new parameters.
+    In place, by torch: parameters become DTensors; the class of the model and of each block becomes a subclass of its
+    own (``FSDPBlock`` for ``Block``), which cannot be deep-copied; hooks that gather and shard are registered on them.
+    In place, by us: parameters and buffers take rank 0's values first, and the optimizers of the same `prepare` take
+    the new parameters.
 
-    Gradients that are not reduced yet are whole on each rank, in fp32, and torch keeps them beside ``.grad``. With
+    Gradients that are not reduced yet are whole on each rank, in fp32, beside ``.grad``; with
     ``reduce_every_micro_batch`` they add up in ``.grad``, as shards.
     """
 
@@ -177,8 +176,7 @@ class FSDP(Single):
         return device_mesh(self._world, self._shape, ("replicate", "shard")[-len(self._shape) :])
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
-        for hook in model.hooks if isinstance(model, Sharded) else ():
-            hook.remove()
+        super().release(model, module)
         return Released("this model's parameters are shards")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -19,7 +18,7 @@ from ..errors import RefusedError, StepError
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Conflict, Counting, Strategy, WrapContext
+from ..protocols import UNROUNDED, Conflict, Counting, Strategy, WrapContext
 from .context_parallel import SequenceAttention, check_group_size
 
 logger = get_logger(__name__)
@@ -77,11 +76,16 @@ class Single(Strategy):
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return model.reducing(False) if isinstance(model, Reducing) else nullcontext()
+        return model.no_sync() if isinstance(model, Reducing) else nullcontext()
 
     def drop(self, model: nn.Module, parameters: Callable[[], set[int]]) -> None:
         if isinstance(model, Reducing):
             model.drop(parameters)
+
+    def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
+        for hook in model.hooks if isinstance(model, Reducing) else ():
+            hook.remove()
+        return module
 
     @property
     def counting(self) -> Counting:
@@ -104,6 +108,7 @@ class Reducing(nn.Module):
     def __init__(self, module: nn.Module, root: Any, world: World, broadcasts_buffers: bool = True) -> None:
         super().__init__()
         self.module, self.root, self.world = module, root, world
+        self.hooks: list[Any] = []  # on the model, until its release
         self.reduces = True
         self._broadcasts = self._stale = broadcasts_buffers
 
@@ -121,13 +126,20 @@ class Reducing(nn.Module):
         self.reduces = enabled
 
     @contextmanager
-    def reducing(self, enabled: bool) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         previous = self.reduces
-        self.reduce(enabled)
+        self.reduce(False)
         try:
             yield
         finally:
             self.reduce(previous)
+
+
+def without_masters(strategy: str, reason: str) -> Iterator[Conflict]:
+    """The rows of a strategy that does not go together with fp32 masters, in the table of conflicts."""
+    for precision in ("O2", "fp16-true"):
+        yield Conflict(strategy, precision, reason, Remedy.MASTERS)
+    yield Conflict(strategy, UNROUNDED, reason, Remedy.ROUNDING)
 
 
 class Framed(nn.Module):
@@ -252,8 +264,7 @@ def broadcast(tensors: Iterable[Tensor], world: World) -> None:
 def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for dense and sparse gradients, whose rows count once."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    sparse_grads = [grad for grad in grads if grad.is_sparse]
-    if not sparse_grads:
+    if not any(grad.is_sparse for grad in grads):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     total: Tensor = nn.utils.get_total_norm([values(grad) for grad in grads], norm_type)
     multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
@@ -285,15 +296,6 @@ def clip_to_norm(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     multiply([p.grad for p in parameters if p.grad is not None], factor)
     return total
-
-
-def copies(tensor: Any, ranks: int) -> int:
-    """The number of `ranks` ranks that hold an element of `tensor`: all for a plain tensor, fewer for a sharded one."""
-    if not hasattr(tensor, "to_local"):
-        return ranks
-    # torch's _StridedShard is a Shard in some versions only.
-    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return ranks // math.prod([int(tensor.device_mesh.size(dim)) for dim in dims])
 
 
 def settle(parameter: Any) -> None:

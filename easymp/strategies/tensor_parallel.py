@@ -1,8 +1,7 @@
 """tensor_parallel: layers are split over the ranks of a group, which compute each batch together, by torch's DTensor.
 
-A Linear that is "colwise" computes some of the output features on each rank; one that is "rowwise" takes those as its
-input, and the ranks' products are summed. The plan says which layers go together. Several groups share the data by
-fsdp.
+A "colwise" Linear computes some of the output features on each rank; a "rowwise" one takes those as its input, and the
+ranks' products are summed. The plan says which layers go together. Several groups share the data by fsdp.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ..base.dtensor import ShardMemory, local, names_of, rebind
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.sharded import check_sums
-from ..optim.torch_step import values
+from ..optim.torch_step import copies, values
 from ..options import Record, option
 from ..protocols import Conflict, Layout, WrapContext
 from .blocks import ATOMS, refuse_sharded
 from .context_parallel import check_group_size
 from .fsdp import FSDPOptions, Sharded, check_shardable, find_groups, one_by_one, shard, shards_of
-from .single import Framed, Released, Remedy, Single, broadcast_model, copies, device_mesh, hook_gradient, settle
+from .single import Framed, Released, Remedy, Single, broadcast_model, device_mesh, hook_gradient, settle
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,13 @@ class TensorParallelOptions(Record):
 class TensorParallel(Single):
     """torch's `parallelize_module` on the modules that the plan names; with several groups, `fully_shard` over these.
 
-    In place, by torch: the parameters of these modules become DTensors; hooks that convert inputs and outputs are
-    registered on the modules, and the attribute ``_distribute_module_applied`` is set on them. In place, by us:
-    parameters and buffers take rank 0's values first, tied parameters are tied again, gradients get the layout of their
-    parameters, and the optimizers of the same `prepare` take the new parameters. With several groups, all that fsdp
-    does, too.
+    In place, by torch: the parameters of these modules become DTensors; hooks that convert inputs and outputs, and the
+    attribute ``_distribute_module_applied``, are set on the modules. In place, by us: parameters and buffers take rank
+    0's values first, tied parameters are tied again, gradients get the layout of their parameters, and the optimizers
+    of the same `prepare` take the new parameters. With several groups, all that fsdp does, too.
 
     Other parameters are whole on each rank of a group, with equal gradients, for batches, buffers and dropout are a
-    group's. The first step of each optimizer checks that. Layers take their input as a positional argument.
+    group's: the first step of each optimizer checks that. Layers take their input as a positional argument.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -249,6 +247,7 @@ class TensorParallel(Single):
         return True
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
+        super().release(model, module)
         return Released("this model's parameters are shards")
 
 

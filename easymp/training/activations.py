@@ -21,8 +21,8 @@ from ..base.pytree import leaves, map_leaves
 from ..base.units import size
 from ..errors import BatchError, SettingError
 from ..logging import get_logger
+from ..nn import SyncBatchNorm
 from ..protocols import Precision
-from ..strategies.batchnorm import SyncBatchNorm
 from ..strategies.transforms import Recompute, find_recomputed, recompute
 from .peak import Places, Storage, largest
 

@@ -30,11 +30,11 @@ from ..data import PreparedLoader, SkippedLoader, prepare_loader
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, StepError
 from ..logging import get_logger
+from ..nn import batchnorms, convert_sync_batchnorm
 from ..options import DataLoaderConfiguration
 from ..plan import AUTO
 from ..precision.policies import LOW, raise_weights
 from ..protocols import SMALL_EPS, UNROUNDED, Strategy, WrapContext
-from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.transforms import CompileOptions, Compiling, can_compile

@@ -6,8 +6,7 @@ Torch's operations and the kernels cut the same numbers at the same places, on t
 import pytest
 import torch
 
-from easymp.cuda.kernel import Role, Row, lay_out, stream
-from easymp.cuda.rounding import key_of, stochastic
+from easymp.cuda.kernel import Role, Row, key_of, lay_out, stochastic, stream
 
 from .compiled import CompiledLauncher
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import EasympError, RefusedError, SettingError, nearest
-from ...optim.larc import LARC
 from ...optim.masters import Masters
+from ...optim.own_optimizers import LARC
 from ...optim.torch_step import Snapshot, parameters_of
 from ...options import AutocastKwargs, GradScalerKwargs
 from ...precision import Scaler

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from ...optim import Engine, EngineOptions, OwnOptimizer, fuse, rules
-from ...optim.rule_optimizers import LAMB, NovoGrad
-from ...optim.torch_step import fill_momentum, multiply, parameters_of, step_without_hooks, swapped
+from ...optim.own_optimizers import LAMB, NovoGrad
+from ...optim.torch_step import fill_momentum, multiply, parameters_of, step_without_hooks, without_decay
 from ...precision.policies import LOW
 from .amp import ApexError, layer
 
@@ -88,7 +88,7 @@ class _ApexOptimizer(OwnOptimizer):
                     moved = [p for p in group["params"] if p.grad is not None]
                     if moved and group["weight_decay"]:
                         torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-                with swapped(self.param_groups, "weight_decay", 0.0):
+                with without_decay(self.param_groups):
                     self.engine.step(factor)
 
     @contextmanager

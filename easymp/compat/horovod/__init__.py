@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...strategies.batchnorm import SyncBatchNorm
+from ...nn import SyncBatchNorm
 from ..layer import submodules
 from . import mpi_ops, optimizer
 from .basics import layer

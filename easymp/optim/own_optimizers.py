@@ -1,73 +1,23 @@
-"""Optimizers that torch does not have, each a rule of `rules.py` and a class: Lion, LAMB and NovoGrad.
+"""Optimizers that torch does not have: Lion, LAMB and NovoGrad, each a rule of `rules.py` and a class; and LARC.
 
-LAMB and NovoGrad scale the length of a step tensor by tensor, by norms, as in Apex.
+LAMB, NovoGrad and LARC scale the length of a step tensor by tensor, by norms, as in Apex.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Never
+from collections import OrderedDict
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from ..cuda.rule import Rule
-from ..errors import OPTIMIZER_REMEDY, SettingError
-from .rules import LAMB as LAMB_RULE
-from .rules import LION, NOVOGRAD, RULES, RuleStep
-from .torch_step import OwnOptimizer
-
-
-class RuleOptimizer(OwnOptimizer):
-    """Base of optimizers that are a rule, which kernels or torch's operations run."""
-
-    rule: ClassVar[Rule]
-
-    def __init__(self, params: Any, defaults: dict[str, Any], removed: Mapping[str, Any]) -> None:
-        for name in removed:
-            if name in ("ema_decay", "state_dtype", "stochastic_rounding"):
-                raise SettingError(f"{type(self).__name__}({name}=…) was removed. Instead: {OPTIMIZER_REMEDY}")
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-        for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
-            value = defaults.get(name)
-            if value is not None and not value >= 0.0:
-                raise SettingError(f"{name}={value} must be a number of at least 0")
-        betas = defaults["betas"]
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise SettingError(f"betas={betas} must be two numbers from 0 to below 1; (0.9, 0.999) is usual")
-        super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if not parameter.is_floating_point():
-                del self.param_groups[-1]
-                raise SettingError(
-                    f"{type(self).__name__} moves real floating-point parameters, not {parameter.dtype}: "
-                    "give it to another optimizer"
-                )
-
-    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        RuleStep(self, self.rule)(factor, found_inf)
-
-
-def step_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """The rule that does what the step of `optimizer` does; None where there is none."""
-    return optimizer.rule if isinstance(optimizer, OwnOptimizer) else RULES.get(type(optimizer))
-
-
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule | str:
-    """The rule of one of torch's optimizers or ours; or the reason why kernels do not step it."""
-    kind = type(optimizer)
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            return "a differentiable step was asked for"
-        if group.get("foreach") is not None or group.get("fused") is False:
-            return "fused or foreach was chosen by the caller"
-    if issubclass(kind, RuleOptimizer) and kind.advance is RuleOptimizer.advance:
-        return kind.rule
-    return RULES.get(kind) or f"there is no kernel for {kind.__name__}"
+from ..base.dtensor import local
+from ..errors import RefusedError, SettingError
+from . import rules
+from .engine import Engine
+from .rules import RuleOptimizer
+from .torch_step import HOOKS, OwnOptimizer, WrappingOptimizer, parameters_of, sums_of_squares, wide, without_decay
 
 
 class Lion(RuleOptimizer):
@@ -97,7 +47,7 @@ class Lion(RuleOptimizer):
         tensor([0.9000])
     """
 
-    rule = LION
+    rule = rules.LION
 
     def __init__(
         self,
@@ -148,7 +98,7 @@ class LAMB(RuleOptimizer):
         tensor([9., 9.])
     """
 
-    rule = LAMB_RULE
+    rule = rules.LAMB
 
     def __init__(
         self,
@@ -207,7 +157,7 @@ class NovoGrad(RuleOptimizer):
         tensor([0.9968])
     """
 
-    rule = NOVOGRAD
+    rule = rules.NOVOGRAD
 
     def __init__(
         self,
@@ -233,3 +183,105 @@ class NovoGrad(RuleOptimizer):
         defaults |= {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
         defaults |= {"maximize": maximize, "fused": fused}
         super().__init__(params, defaults, removed)
+
+
+class LARC(WrappingOptimizer, OwnOptimizer):
+    """Another optimizer, with a rate for each parameter that its norm and its gradient's allow (arXiv:1708.03888).
+
+    A gradient is multiplied, decay in it, by min(1, trust_coefficient × |p| / (|g| + weight_decay × |p| + eps) / lr). A
+    tensor whose norm is 0, or its gradient's, has neither factor nor decay. Param groups, state and checkpoints are
+    those of the optimizer inside, which steps by kernels where it can. Of sharded parameters (DTensors) the norms are
+    those of the whole tensors.
+
+    Args:
+        optimizer: one of torch's classes or of ours; its weight decay is left to LARC.
+        trust_coefficient: of the ratio of norms.
+        clip: False leaves out the min and / lr: lr is multiplied by the ratio.
+        eps: added to the norms.
+
+    Raises:
+        RefusedError: an optimizer that scales by norms of tensors itself.
+
+    Example:
+        >>> from easymp.optim import LARC
+        >>> parameter = nn.Parameter(torch.ones(1))
+        >>> optimizer = LARC(torch.optim.SGD([parameter], lr=1.0), trust_coefficient=0.02)
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> parameter.data
+        tensor([0.9800])
+    """
+
+    _engine: tuple[torch.device | None, Engine] | None = None
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        self.optim = optimizer
+        self.trust = trust_coefficient, clip, eps
+        rule = optimizer.rule if isinstance(optimizer, OwnOptimizer) else None
+        if isinstance(optimizer, LARC) or (rule is not None and rule.survey is not None):
+            kind = type(optimizer).__name__
+            raise RefusedError(f"{kind} scales by the norms of tensors already: LARC is for optimizers that do not")
+        for name in HOOKS:
+            setattr(self, name, OrderedDict())
+        self._patch_step_function()
+
+    @property
+    def engine(self) -> Engine:
+        """Runs the step of the optimizer inside, where its parameters are now."""
+        device = next((p.device for p in parameters_of(self.optim)), None)
+        if self._engine is None or self._engine[0] != device:
+            self._engine = device, Engine(self.optim)
+        return self._engine[1]
+
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        parameters = [p for p in parameters_of(self) if p.grad is not None]
+        if not parameters:
+            return
+        originals: list[Any] = [p.grad for p in parameters]
+        gradients = [g.to_dense() if g.is_sparse else g for g in originals]
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        weights = sums_of_squares(parameters, parameters).sqrt()
+        slopes = sums_of_squares(parameters, gradients).sqrt()
+        if factor is not None:
+            gradients = list(torch._foreach_mul(gradients, factor))
+            slopes = slopes * factor.to(slopes.device)
+        try:
+            for p, g, weight, slope in zip(parameters, gradients, weights.float().unbind(), slopes.float().unbind()):
+                new = self._adapted(local(p), local(g), weight.to(p.device), slope.to(p.device), groups[id(p)])
+                p.grad = torch.empty_like(g, dtype=p.dtype)
+                local(p.grad).copy_(new)
+            with without_decay(self.param_groups):
+                self.engine.step(None, found_inf)
+        finally:
+            for parameter, gradient in zip(parameters, originals):
+                parameter.grad = gradient
+
+    def _adapted(self, p: Tensor, g: Tensor, weight: Tensor, slope: Tensor, group: dict[str, Any]) -> Tensor:
+        """The gradient for the optimizer inside. `weight` and `slope` are the norms of `p` and `g`."""
+        coefficient, clip, eps = self.trust
+        decay = group.get("weight_decay", 0.0)
+        factor = coefficient * weight / (slope + weight * decay + eps)
+        if clip:
+            factor = (factor / group["lr"]).clamp(max=1.0)
+        moves = (weight > 0) & (slope > 0)
+        pull = torch.where(moves, -decay if group.get("maximize") else decay, 0.0)
+        return (wide(g) + pull * wide(p)) * torch.where(moves, factor, 1.0)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        return self.optim
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("optim", "trust", *HOOKS)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._patch_step_function()
