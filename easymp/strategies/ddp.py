@@ -144,7 +144,7 @@ class DDP(Single):
         self._share_steps(False)
         for hook in model.hooks if isinstance(model, Replica) else ():
             hook.remove()
-        return module
+        return super().release(model, module)
 
 
 def buckets_of(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
@@ -164,8 +164,8 @@ def buckets_of(parameters: Sequence[Tensor], cap: float) -> list[list[Tensor]]:
 class Replica(DistributedDataParallel):
     """DistributedDataParallel with fixed buckets, and errors that name the parameters of the user's `root`.
 
-    torch lays out buckets again after the first backward, in the order of its gradients. That order decides how the
-    ranks' parts are summed, so a resumed run would differ in the last bits. Here buckets go from the last parameter on.
+    torch lays out buckets again after the first backward, in the order of its gradients, so that the last bits of a
+    resumed run would differ. Here buckets go from the last parameter on.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, options: dict[str, Any]) -> None:

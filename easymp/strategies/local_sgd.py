@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, check_whole
+from ..optim.torch_step import parameters_of
 from ..options import Record, option
-from ..protocols import UNROUNDED, Conflict, WrapContext
+from ..protocols import Conflict, WrapContext
 from .ddp import DDP
-from .single import Framed, Remedy, Single, average, broadcast_model
+from .single import Framed, Remedy, Single, average, broadcast_model, without_masters
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,9 @@ class LocalSGDOptions(Record):
 class LocalTraining(Single):
     """The model under autocast, trained by each rank alone and averaged now and then.
 
-    The ranks average the parameters of an optimizer and the floating-point buffers of their models after every
-    `every`-th of its updates (skipped ones do not count), at the end of a pass over a prepared loader, and in
-    `wait_for_everyone`. All ranks must make the same number of updates.
-
-    In place: parameters and buffers take rank 0's values when wrapped; nothing else is changed.
+    The ranks average parameters and floating-point buffers after every `every`-th update of an optimizer (skipped ones
+    do not count), at the end of a pass over a prepared loader, and in `wait_for_everyone`. All must make as many
+    updates. In place: parameters and buffers take rank 0's values when wrapped.
     """
 
     name: ClassVar[str] = "local_sgd"
@@ -53,11 +52,7 @@ class LocalTraining(Single):
         Conflict(
             "local_sgd", "join_uneven_inputs()", "models are averaged after as many updates on every rank", Remedy.JOIN
         ),
-        *(
-            Conflict("local_sgd", precision, "models are averaged, and fp32 masters would not know", Remedy.MASTERS)
-            for precision in ("O2", "fp16-true")
-        ),
-        Conflict("local_sgd", UNROUNDED, "models are averaged, and fp32 masters would not know", Remedy.ROUNDING),
+        *without_masters("local_sgd", "models are averaged, and fp32 masters would not know"),
     )
     Options: ClassVar[type] = LocalSGDOptions
     local_updates: ClassVar[bool] = True
@@ -83,7 +78,7 @@ class LocalTraining(Single):
 
     def _average(self, optimizer: Optimizer) -> None:
         self._updates[optimizer] = 0
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         ids = {id(p) for p in parameters}
         models = [m for m in self._models if any(id(p) in ids for p in m.parameters())]
         average([*parameters, *(b for m in models for b in m.buffers())], self._world)

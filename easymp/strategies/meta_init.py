@@ -1,8 +1,7 @@
 """Values for a model that was built on the meta device, part by part, so that no process needs to hold it whole.
 
 Each module gets storage for its own tensors and draws their values by its `reset_parameters`, children first, in the
-order they were registered. So the same seed gives the values of a model that was built normally, if its modules are
-made in that order and draw numbers in `reset_parameters` only, as torch's do.
+order they were registered: those of a model that was built normally with the same seed, as torch's modules are.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def materialise(
 ) -> None:  # fmt: skip
     """Give each meta parameter and buffer of `model` storage on `device`, and values. Tensors stay the same objects.
 
-    A tied parameter takes the values of the module that comes first. A module without tensors of its own but with a
-    `reset_parameters` (a holder) has it called after its children, unless a tensor inside it had values before.
-    `initialize` is called with each module that had meta tensors, `finished` with each module, children first, as soon
-    as its values are final.
+    A tied parameter takes the values of the module that comes first. A holder, a module with `reset_parameters` and
+    without tensors of its own, has it called after its children, unless a tensor inside it had values before.
+    `initialize` is called with each module that had meta tensors, `finished` with each, children first, as soon as its
+    values are final.
     """
     if model in LEFT:
         raise PrepareError(f"an earlier run left parts of this {type(model).__name__} to other ranks: build it anew")

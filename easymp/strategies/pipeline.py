@@ -20,11 +20,11 @@ from ..base.lazy import modules_at_first_use
 from ..distributed import World
 from ..errors import PrepareError, SettingError
 from ..options import Record, option
-from ..protocols import UNROUNDED, Conflict, Layout, WrapContext
+from ..protocols import Conflict, Layout, WrapContext
 from .blocks import refuse_uncallable
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
-from .single import Call, Released, Remedy, Single, broadcast_model
+from .single import Call, Released, Remedy, Single, broadcast_model, without_masters
 
 if TYPE_CHECKING:
     from . import pipeline_run
@@ -117,16 +117,13 @@ class PipelineOptions(Record):
 class Pipeline(Single):
     """Stages of the model, one or several a rank.
 
-    The model is cut at its first call. Until then every rank holds it whole, where it was built, with rank 0's values.
-    From then on, in place: parameters and buffers of other ranks' stages are on the meta device; they stay the same
-    objects under the same names, and get no gradients and no optimizer state. This rank's are moved to its device.
-    While the model runs, calls of its modules are intercepted.
+    The model is cut at its first call. Until then every rank holds it whole, with rank 0's values. From then on, in
+    place: parameters and buffers of other ranks' stages are on the meta device; they stay the same objects under the
+    same names, without gradients and optimizer state. This rank's are moved to its device.
 
     Each stage that uses a tied weight holds it, and gets the sum of the gradients: by a hook on the parameter, and an
-    average over these ranks after each backward that is not under `no_sync`.
-
-    Gradients of low-precision parameters add up in their own dtype under accumulation. A stage draws random numbers
-    from a stream of its own, seeded at each call from the one that all ranks share.
+    average over these ranks after each backward that is not under `no_sync`. A stage draws random numbers from a stream
+    of its own, seeded at each call from the one that all ranks share.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -146,11 +143,7 @@ class Pipeline(Single):
         ),
         Conflict("pipeline", "optimizer_in_backward", "it adds up gradients of micro-batches", Remedy.IN_BACKWARD),
         Conflict("pipeline", "forward_methods", "it divides forward into stages, and no other method", Remedy.FORWARD),
-        *(
-            Conflict("pipeline", precision, "fp32 masters are taken before the model is divided", Remedy.MASTERS)
-            for precision in ("O2", "fp16-true")
-        ),
-        Conflict("pipeline", UNROUNDED, "fp32 masters are taken before the model is divided", Remedy.ROUNDING),
+        *without_masters("pipeline", "fp32 masters are taken before the model is divided"),
     )
 
     def __init__(self, world: World, options: PipelineOptions) -> None:
@@ -213,11 +206,13 @@ class Pipeline(Single):
         broadcast_model(model, self._world)
         module = policy.forward(model, self._world.device)
 
-        def divide(record: Survey) -> tuple[Cuts, list[pipeline_run.SharedParameter]]:
+        def divide(record: Survey) -> Cuts:
             cuts = choose(model, record, self.options.splits, self.options.stages(self._world.size))
-            return cuts, self._divide(model, cuts, context)
+            self._divide(model, cuts, context, pipelined)
+            return cuts
 
-        return pipeline_run.Pipelined(module, model, modules, self._world, self.options, divide)
+        pipelined = pipeline_run.Pipelined(module, model, modules, self._world, self.options, divide)
+        return pipelined
 
     def loss(
         self, module: nn.Module, call: Call, loss_fn: Call, args: Any, kwargs: Any, target: Any, summed: bool
@@ -229,10 +224,9 @@ class Pipeline(Single):
         self._optimizers.append(optimizer)
         return optimizer
 
-    def _divide(self, model: nn.Module, cuts: Cuts, context: WrapContext) -> list[pipeline_run.SharedParameter]:
-        """Keep this rank's stages of `model`; returns the parameters that other ranks hold, too."""
+    def _divide(self, model: nn.Module, cuts: Cuts, context: WrapContext, pipelined: pipeline_run.Pipelined) -> None:
+        """Keep this rank's stages of `model`; tell `pipelined` the parameters that other ranks hold, too."""
         rank, size = self._world.rank, self._world.size
-        shared = []
         groups: dict[tuple[int, ...], Any] = {tuple(range(size)): None}
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -247,7 +241,7 @@ class Pipeline(Single):
                 if len(users) > 1 and users not in groups:
                     groups[users] = self._world.group(users)
                 if len(users) > 1 and rank in users and (tensor.is_floating_point() or tensor.is_complex()):
-                    shared.append(pipeline_run.share_parameter(tensor, len(users), groups[users]))
+                    pipelined.share(tensor, len(users), groups[users])
         LEFT.add(model)
         for optimizer in self._optimizers:
             for parameter in list(optimizer.state):
@@ -258,7 +252,6 @@ class Pipeline(Single):
             tensors = [*module.parameters(), *module.buffers()]
             if tensors and not any(t.is_meta for t in tensors):
                 context.compile(module)
-        return shared
 
     @staticmethod
     def _move_to_meta(name: str, tensor: Tensor) -> None:
@@ -276,8 +269,7 @@ class Pipeline(Single):
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
         assert isinstance(model, pipeline_run.Pipelined), "the result of wrap"
-        for shared in model.shared:
-            shared.hook.remove()
+        super().release(model, module)
         self._optimizers.clear()
         self._owners.clear()
         return Released("this model is one stage") if model.cuts is not None else module

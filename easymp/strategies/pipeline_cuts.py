@@ -3,10 +3,10 @@
 One forward with fake tensors (`survey`) records the order in which modules are called, the parameters that each of them
 uses, and the tensors that are passed from one to the next. `choose` places the cuts.
 
-A stage is a part of the user's own forward (`StageForward`), which is not traced: train and eval, changing shapes,
-keyword arguments and any Python in it stay as they are. Before the stage, modules return blank tensors of the right
-shape instead of running. At the module where the stage begins, blank arguments become the tensors that the stage before
-has sent. Where the next stage begins, the forward is left, and the arguments of that module are sent on.
+A stage is a part of the user's own forward (`StageForward`), which is not traced: any Python in it stays as it is.
+Before the stage, modules return blank tensors of the right shape instead of running. Where it begins, blank arguments
+become the tensors that the stage before has sent. Where the next one begins, the forward is left, and the arguments of
+that module are sent on.
 """
 
 from __future__ import annotations

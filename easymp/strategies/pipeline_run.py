@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,6 @@ CLASSES = {
     "interleaved_1f1b": (None, "ScheduleInterleaved1F1B"),
     "zero_bubble": (None, "ScheduleInterleavedZeroBubble"),
 }
-
-
-class SharedParameter(NamedTuple):
-    """A parameter that the ranks of `group` use; each gets the sum of its gradients.
-
-    They are averaged, so that those of earlier backwards, which are averaged already, do not change; `hook` first
-    multiplies each rank's own part by the number of ranks.
-    """
-
-    parameter: nn.Parameter
-    group: dist.ProcessGroup | None
-    hook: Any
-
-
-def share_parameter(parameter: nn.Parameter, count: int, group: dist.ProcessGroup | None) -> SharedParameter:
-    """Register the hook of a `SharedParameter` that `count` ranks use."""
-    requires_grad = parameter.requires_grad
-    hook = parameter.requires_grad_().register_hook(lambda grad: grad * count)
-    parameter.requires_grad_(requires_grad)  # it may train later
-    return SharedParameter(parameter, group, hook)
 
 
 class Deferred(torch.autograd.Function):
@@ -75,15 +55,26 @@ class Pipelined(Reducing):
 
     def __init__(
         self, module: nn.Module, root: nn.Module, candidates: Mapping[str, nn.Module], world: World, options: Any,
-        divide: Callable[[Survey], tuple[Cuts, list[SharedParameter]]],
+        divide: Callable[[Survey], Cuts],
     ) -> None:  # fmt: skip
         super().__init__(module, root, world, False)
         self.options = options
         self.cuts: Cuts | None = None
-        self.shared: list[SharedParameter] = []
+        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup | None]] = []
         self._candidates, self._divide = dict(candidates), divide
         self._surveys: dict[Any, Survey] = {}  # by form of micro-batch
         self._schedules: dict[int, tuple[Any, list[Stage]]] = {}  # by number of micro-batches
+
+    def share(self, parameter: nn.Parameter, count: int, group: dist.ProcessGroup | None) -> None:
+        """Give each of the `count` ranks of `group`, which all use `parameter`, the sum of its gradients.
+
+        They are averaged, which leaves averages of earlier backwards as they are; a hook first multiplies this rank's
+        part by the number of ranks.
+        """
+        requires_grad = parameter.requires_grad
+        self.hooks.append(parameter.requires_grad_().register_hook(lambda grad: grad * count))
+        parameter.requires_grad_(requires_grad)  # it may train later
+        self._shared.append((parameter, group))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = self._batch(args, kwargs)
@@ -163,7 +154,7 @@ class Pipelined(Reducing):
         if (context, form) not in self._surveys:
             record = survey(self.root, self.module, self._candidates, args, kwargs, self.world.device)
             if self.cuts is None:
-                self.cuts, self.shared = self._divide(record)
+                self.cuts = self._divide(record)
             missing = [name for name in self.begins if name not in record.crossing]
             if missing:
                 raise StepError(f"the forward does not call {missing[0]!r}, where a stage begins: {SAME_COURSE}")
@@ -242,7 +233,7 @@ class Pipelined(Reducing):
 
     @torch.no_grad()
     def _sum_shared(self) -> None:
-        for parameter, group, _ in self.shared if self.reduces else ():
+        for parameter, group in self._shared if self.reduces else ():
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -1,8 +1,7 @@
 """torch.compile, activation checkpointing and activation offload, in place: names, classes and methods of a model stay.
 
-The whole model is compiled around autocast and, in ddp, around DistributedDataParallel: its buckets split the graph, so
-that gradients are reduced while backward still runs. Repeated blocks are compiled one by one before a strategy wraps
-the model: equal blocks share one graph, which shortens the first step.
+The whole model is compiled around autocast and DistributedDataParallel, whose buckets split the graph, so that
+gradients are reduced while backward still runs. Repeated blocks are compiled one by one: equal blocks share one graph.
 """
 
 from __future__ import annotations

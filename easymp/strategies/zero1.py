@@ -60,9 +60,9 @@ class ZeRO1Options(DistributedDataParallelKwargs):
 class ZeRO1(DDP):
     """DistributedDataParallel, and optimizers that keep a part of their state.
 
-    In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook
-    that refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives. Optimizers that
-    are not torch's, Muon and Adafactor run on DTensors (easymp's Muon on their parts).
+    In place, beside what ddp does: the state of the user's optimizer moves into shards, and a hook refuses steps of its
+    own. `step` and `state_dict` of the prepared optimizer are collectives. Optimizers that are not torch's, Muon and
+    Adafactor run on DTensors (easymp's Muon on their parts).
     """
 
     name: ClassVar[str] = "zero1"
@@ -119,8 +119,6 @@ class ZeRO1(DDP):
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
         self._frozen.difference_update(id(p) for p in model.parameters())
-        for hook in model.hooks if isinstance(model, GradientShards) else ():
-            hook.remove()
         return super().release(model, module)
 
 
