@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..base.units import flat
 from ..errors import SettingError, nearest
 from .terminal import missing_packages, table, wrap
 
@@ -103,9 +102,7 @@ class Run(NamedTuple):
     """One file of rows."""
 
     name: str  # of the folder or the file, unlike those of the other runs
-    config: Mapping[str, Any]  # hyperparameters and settings by name, of the last start
     rows: int
-    start: float  # seconds since 1970
     curves: Mapping[str, list[Point]]  # by logged name
 
 
@@ -143,10 +140,9 @@ def _read_run(file: Path, name: str) -> Run:
             row = json.loads(line)
             if isinstance(row, dict) and {"_step", "_time"} <= row.keys():
                 rows.append(row)
-    start, config = math.inf, dict[str, Any]()
+    start = math.inf
     with suppress(OSError, ValueError, LookupError, TypeError):  # no file of the tracker
-        starts = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["starts"]
-        start, config = float(starts[0]["time"]), dict(starts[-1]["config"])
+        start = float(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["starts"][0]["time"])
     start = min([start, *(row["_time"] for row in rows[:1])])  # a tracker starts with its first rows
     curves: dict[str, list[Point]] = {}
     for row in rows:
@@ -154,9 +150,7 @@ def _read_run(file: Path, name: str) -> Run:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not key.startswith("_") and (is_number or value in ("NaN", "Infinity", "-Infinity")):
                 curves.setdefault(key, []).append(Point(row["_step"], row["_time"] - start, float(value)))
-    decisions = config.pop("easymp", {}).get("plan", {})
-    plan = {key: c["value"] for key, c in decisions.items() if isinstance(c, dict) and "value" in c}
-    return Run(name, flat({**plan, **config}), len(rows), start, curves)
+    return Run(name, len(rows), curves)
 
 
 def choose(runs: Sequence[Run], patterns: Sequence[str]) -> list[str]:

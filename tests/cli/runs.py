@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from easymp.cli.compare.runs import Record, Run
-from easymp.cli.compare.verdict import conclude
+from easymp.cli.compare.runs import Record, Run, conclude
 from easymp.cli.harness import FAILURE, FINISHED, End, Script
 from easymp.cli.plot import Point
 

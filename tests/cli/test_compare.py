@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +107,7 @@ def test_options_stand_before_and_after_the_script(arguments, seeds, timeout, sc
         ("train.py --vary batch=1,2 -- --batch 3", "among the script's own arguments"),
         (". --seed 1", "leave out what would start new ones"),
         ("nowhere elsewhere", "nowhere, elsewhere: there is no such file or folder"),
-        (". nowhere", "no run has logged JSON lines below it"),
+        (". nowhere", ". has no recorded run: EASYMP_RECORD=. python train.py records one"),
         ("train.py --strategy dpp", "did you mean 'ddp'"),
         ("train.py --precision fp32,fp32", "--repeats"),
         ("train.py --output .", "is there, and not empty"),
@@ -286,30 +285,9 @@ def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_runs_that_exist_are_compared(recordings, fonts, tmp_path, capsys):
     assert main(["compare", *recordings, "--output", "out"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Use fp32: bf16 took 1.29 × as long, O1 30 × (5 runs each, bf16 unproven)."
+    assert lines[0] == "Use fp32: bf16 took 1.29 × as long (5 runs each)."
     assert lines[3].split()[:5] == ["→", "fp32", "10.2", "s", "1.00"]
     assert json.loads((tmp_path / "out" / "compare.json").read_text())["verdict"]["recommended"] == "fp32"
     assert main(["compare", "runs/fp32-0", "runs/O1-0", "--output", "two"]) == 0
-    sentence = "Probably use fp32-0: O1-0 took 31 × as long (1 run each, O1-0 unproven)"
+    sentence = "Probably use fp32-0: O1-0 took 31 × as long (1 run each)"
     assert capsys.readouterr().out.startswith(sentence)
-
-
-def test_runs_that_only_logged_rows_are_compared_by_their_steps(monkeypatch, fonts, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    arguments = []
-    for name, seconds in product(("fast", "slow"), (2.0, 2.1, 2.2)):
-        folder = tmp_path / "runs" / f"{name}-{seconds}"
-        folder.mkdir(parents=True)
-        arguments.append(f"{name}={folder}")
-        step = seconds if name == "fast" else 3 * seconds
-        rows = [{"_step": i, "_time": 1e9 + i * step, "loss": 1.0 / i, "word": "a"} for i in range(1, 11)]
-        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = {"lr": 0.1 if name == "slow" else 0.2, "easymp": {"plan": {"strategy": {"value": "ddp"}}}}
-        (folder / "log.json").write_text(json.dumps({"starts": [{"time": 1e9, "config": config}]}))
-    assert main(["compare", *arguments, "--output", "out"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Use fast: slow took 3.00 × as long (3 runs each)."
-    runs = [plan["runs"][0]["record"]["plan"] for plan in json.loads(Path("out/compare.json").read_text())["plans"]]
-    assert [(plan["lr"]["value"], plan["strategy"]["value"]) for plan in runs] == [(0.2, "ddp"), (0.1, "ddp")]
-    assert main(["compare", "runs", "--output", "all"]) == 0  # all runs below a folder
-    assert "no other plan is shown" in capsys.readouterr().out

@@ -48,8 +48,7 @@ from ..harness import reworded as reworded
 from ..harness import run as run_once
 from ..plot import Line, Panel, draw, points_of, smooth
 from ..terminal import BOLD, GREEN, RED, YELLOW, ended_by_signals, missing_packages, paint, plain, table, wrap
-from .runs import Record, Run, Variant, is_run, load, median, path_of, read, variants
-from .verdict import Comparison, conclude, ratio_text
+from .runs import Comparison, Record, Run, Variant, conclude, load, median, name_and_folder, ratio_text, read, variants
 
 SINCE_FIRST_UPDATE = "seconds from the first update"
 
@@ -106,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
     if repeated := [name for name in names if names.count(name) > 1]:
         raise SettingError(f"{repeated[0]} is given twice: give all its values at once, as in A,B,C")
     script = Script(args.script[0], args.arguments, args.module)
-    existing = not script.module and is_run(script.path)
+    existing = not script.module and name_and_folder(script.path)[1].is_dir()
     if existing and (names or args.seed is not None or args.arguments or args.repeats > 1):
         raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
     if not existing:
-        missing = [path for path in args.script if not path_of(path).exists()]
+        missing = [path for path in args.script if not name_and_folder(path)[1].exists()]
         if args.script[1:] and args.script[0] in missing and not script.module:
             raise SettingError(f"{', '.join(missing)}: there is no such file or folder")
         if args.script[1:]:
@@ -170,7 +169,7 @@ def rows(comparison: Comparison) -> list[list[str]]:
     columns = [
         ("", [f"{'→' if plan.name == comparison.verdict.recommended else ' '} {plan.name}" for plan in plans]),
         times,
-        ("ratio", [ratio_text(standing.ratio) if standing.ratio else "–" for standing in standings]),
+        ("ratio", [ratio_text(standing) for standing in standings]),
         ("memory", [text(plan.peaks, size) for plan in plans]),
         *((metric.name, [text(plan.finals(metric), metric.text) for plan in plans]) for metric in comparison.metrics),
         ("result", [standing.result or "–" for standing in standings]),
