@@ -25,22 +25,25 @@ script's own.
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..base import env
 from ..base.lazy import modules_at_first_use
+from ..errors import RefusedError, SettingError
 from ..launcher import launch_script
 from ..launcher.rendezvous import find_nodes
 from ..registry import STRATEGIES
 from ..settings import VARIABLE, as_record, read_record
 
 if TYPE_CHECKING:
-    from .config import importers
-else:  # it imports torch
-    modules_at_first_use(globals(), importers="config.importers")
+    from .config import foreign
+else:  # it reads tables
+    modules_at_first_use(globals(), foreign="config.foreign")
 
 ELASTIC_RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
@@ -71,7 +74,7 @@ def reworded(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]
     if arguments[:2] != ["--as", "accelerate"]:
         return arguments
     flags = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
-    return [*arguments[:2], *importers.translate(arguments[2:], flags)]
+    return [*arguments[:2], *translate(arguments[2:], flags)]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,3 +103,67 @@ def run(args: argparse.Namespace) -> int:
             grace=launching.grace,
             variables=variables if args.alias is None else {**variables, "EASYMP_AS": args.alias},
         )
+
+
+def translate(arguments: Sequence[str], easymp_flags: Mapping[str, bool]) -> list[str]:
+    """The command line behind ``--as accelerate`` in easymp's flags.
+
+    `easymp_flags` has these, and whether each takes a value.
+    """
+    rules = foreign.ACCELERATE
+    section_of = {key: name for name, keys in rules.items() if isinstance(keys, Mapping) for key in keys}
+    engines = {f"use_{name.lower()}": name for name in foreign.ENGINES} | {"multi_gpu": "MULTI_GPU"}
+    switches = {*engines, "cpu", "debug", "same_network"}
+    content: dict[str, Any] = {}
+    flags: list[str] = []
+    node_rank: list[str] = []
+    remaining = list(arguments)
+    while remaining and remaining[0].startswith("-"):
+        flag, equals, value = remaining.pop(0).partition("=")
+        name, is_easymp = flag.removeprefix("--").replace("-", "_"), flag in easymp_flags and "_" not in flag
+        takes_value = easymp_flags[flag] if is_easymp else name not in switches
+        if takes_value and not equals:
+            if not remaining:
+                raise SettingError(f"{flag} has no value")
+            value = remaining.pop(0)
+        if is_easymp:
+            flags += [flag, value] if takes_value else [flag]
+        elif name == "machine_rank":
+            node_rank = ["--node-rank", value]
+        elif name == "max_restarts":
+            flags += ["--max-restarts", value]
+        elif name == "config_file":
+            content = {**foreign.read_document(value).content, **content}
+        elif name in engines:
+            content["distributed_type"] = engines[name]
+        elif name == "cpu":
+            content["use_cpu"] = True
+        elif name in rules:
+            content[name] = settings.read_literal(value) if takes_value else True
+        elif name in section_of:
+            content.setdefault(section_of[name], {})[name] = settings.read_literal(value)
+        else:
+            threads = f"set OMP_NUM_THREADS={value} in front of the command, and "
+            remedy = f"{threads if name == 'num_cpu_threads_per_process' else ''}leave it out"
+            raise RefusedError(f"{flag} of accelerate launch has no counterpart: {remedy}")
+    if content.get("num_processes", 1) != 1 and "distributed_type" not in content:
+        content["distributed_type"] = "MULTI_CPU" if content.get("use_cpu") else "MULTI_GPU"
+    if content.get("num_machines", 1) == 1 and node_rank[1:] == ["0"]:
+        node_rank = []
+    flags += node_rank
+    # The settings in the content of a file of Accelerate's, as flags.
+    imported = foreign.import_document(foreign.Document("accelerate launch", content), Path()) if content else None
+    for key, sentence in imported.lines if imported else ():
+        if sentence.startswith(("no counterpart", "not in force", "unknown")):
+            raise RefusedError(f"accelerate launch: {key}: {sentence}")
+    values = imported.values if imported else {}
+    port = values.pop("main_port", None)
+    for name, value in values.items():
+        if name in settings.LAUNCHING:
+            address = f"{value}:{port}" if name == "main_address" and port else str(value)
+            flags += [f"--{name.replace('_', '-')}", address]
+            continue
+        options = {f"{name}.{key}": option for key, option in value.items()} if isinstance(value, Mapping) else {}
+        for key, option in (options or {name: value}).items():
+            flags += ["--set", f"{key}={option if isinstance(option, str) else json.dumps(option)}"]
+    return [*flags, *remaining]

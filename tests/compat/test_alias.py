@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from easymp.cli import main
-from easymp.cli.config.importers import translate
+from easymp.cli.launch import translate
 
 EASYMP = [sys.executable, "-m", "easymp"]
 NAMES = """

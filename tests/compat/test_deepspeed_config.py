@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from easymp import EasympWarning, RefusedError, SettingError
-from easymp.cli.config.documents import Document
-from easymp.cli.config.importers import DEEPSPEED
-from easymp.cli.config.rules import KEYS, ImportedSettings
+from easymp.cli.config.foreign import DEEPSPEED, KEYS, Document, ImportedSettings
 from easymp.compat import deepspeed
 from easymp.compat.deepspeed.engine import GETTERS
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 from ...base.lazy import modules_at_first_use
 from ...errors import SettingError
 from ..terminal import MACHINE_HELP, ended_by_signals
-from .documents import read_document
 
 if TYPE_CHECKING:
-    from . import wizard
+    from . import foreign, wizard
 else:
+    modules_at_first_use(globals(), "foreign")
     modules_at_first_use(globals(), "wizard")  # it imports torch
 
 
@@ -45,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.foreign:
-        read_document(args.foreign)  # its errors come before torch is imported
+        foreign.read_document(args.foreign)  # its errors come before torch is imported
     command_line = wizard.read_settings(args.set)
     interactive = not args.yes and sys.stdin is not None and sys.stdin.isatty()
     if not interactive and not args.yes:

@@ -19,7 +19,7 @@ from ...base.units import read_bytes, size
 from ...errors import SettingError
 from ...settings import LAUNCH, LAUNCHING, NAMES
 from ..terminal import require_packages
-from .rules import FIELDS, SENTENCES
+from .foreign import FIELDS, SENTENCES
 
 WIDTH = 78
 REMOVED = "easymp: to be removed"  # the value of a setting before its line becomes a comment

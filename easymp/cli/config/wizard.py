@@ -29,8 +29,7 @@ from ...strategies.transforms import CompileOptions
 from ..env import facts
 from ..terminal import BOLD, GREEN, RED, paint, plain, require_packages, table, wrap
 from . import file
-from .importers import import_file
-from .rules import FIELDS
+from .foreign import FIELDS, import_document, read_document
 
 AUTO = "auto"
 UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that leave a setting out of the file
@@ -242,7 +241,7 @@ def configure(args: argparse.Namespace, command_line: Mapping[str, Any], interac
     """Go through all of it; `args` are the command's, `command_line` the values of ``--set``."""
     path = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     target = file.open_target(path, writable=not args.dry_run)
-    imported = import_file(args.foreign) if args.foreign else None
+    imported = import_document(read_document(args.foreign), Path(args.foreign).parent) if args.foreign else None
     presets = [Preset("--set", command_line)]
     if args.machine is None:
         counts = [(env.integer(name) or 0, f"{name} in the environment") for name in SLURM]

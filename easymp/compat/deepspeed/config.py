@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...cli.config.documents import read_json
-from ...cli.config.rules import KEYS
+from ...cli.config.foreign import KEYS, read_json
 from ...distributed import read_ranks
 from ...errors import RefusedError, SettingError, nearest
 from ..layer import Layer
