@@ -181,7 +181,9 @@ def run_convert(args: argparse.Namespace) -> Answer:
     confirm(args)
     with checkpoint.Progress(f"converting {path}", "read") as tick:
         checkpoint.convert(path, args.out, args.dtype, args.max_shard_size, args.model, args.trust, tick)
-    return result(args.out)
+    files = sorted(file for file in Path(args.out).iterdir() if file.is_file()) if os.path.isdir(args.out) else []
+    sizes = name_list([f"{file.name} ({size(file.stat().st_size)})" for file in files])
+    return {"out": args.out}, [f"wrote {args.out}{': ' if files else ''}{sizes}"], 0
 
 
 def confirm(args: argparse.Namespace) -> None:
@@ -192,12 +194,6 @@ def confirm(args: argparse.Namespace) -> None:
         raise SettingError(f"{args.out} is there already: pass another folder, or --force to replace it")
     if input(f"{args.out} is there already. Replace it? [y/N] ").strip().lower() not in ("y", "yes"):
         raise KeyboardInterrupt
-
-
-def result(path: str) -> Answer:
-    files = sorted(file for file in Path(path).iterdir() if file.is_file()) if os.path.isdir(path) else []
-    sizes = name_list([f"{file.name} ({size(file.stat().st_size)})" for file in files])
-    return {"out": path}, [f"wrote {path}{': ' if files else ''}{sizes}"], 0
 
 
 def run_prune(args: argparse.Namespace) -> Answer:

@@ -1,7 +1,11 @@
-"""A device without memory, for the fake tensors of a rehearsal. It uses torch's hook for backends in Python.
+"""A device without memory, for the fake tensors of a rehearsal, and values of the small ones.
 
-torch refuses an operation whose tensors are on this device and on the host, as it does with a GPU's. Its autocast has
-the lists of GPUs (https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior).
+It uses torch's hook for backends in Python. torch refuses an operation whose tensors are on this device and on the
+host, as it does with a GPU's. Its autocast has the lists of GPUs
+(https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior).
+
+Values of counts, scales, flags and losses are computed beside the fake tensors. A number that depends on a tensor
+without values is taken to be 2; a flag says that all is well.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 ATEN = torch.ops.aten
 NAME = "card"
@@ -38,6 +43,11 @@ FLOAT = """
 DYNAMIC = (ATEN.nonzero.default, ATEN.masked_select.default)  # the host allocates by their values
 # torch's fused steps that have no kernel for tensors without values.
 STEPS = {getattr(packet, name) for packet in (ATEN._fused_sgd_, ATEN._fused_adagrad_) for name in packet.overloads()}
+UNKNOWN_NUMBER = 2
+SMALL = 64  # elements up to which a tensor has values
+FALSE_FLAGS = ("any", "isnan", "isinf", "ne")  # operations whose flag of unknown values is False
+# It leaves a flag and a scale as they are: no gradient is infinite.
+KEEPS_FLAG = ATEN._amp_foreach_non_finite_check_and_unscale_.default
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
 
@@ -182,3 +192,72 @@ def mismatch(line: str) -> str:
         f"{line or 'an operation'} computes with a tensor on the CPU and one on the device: make the former there, as "
         "in torch.zeros(3, device=acc.device), or move it by .to(acc.device)"
     )
+
+
+# -- values of small tensors
+
+
+class SmallValues:
+    """By fake tensor of few elements its values, as a tensor on the host."""
+
+    def __init__(self) -> None:
+        self._by_tensor: Any = WeakTensorKeyDictionary()
+
+    def read(self, tensor: Tensor) -> Any:
+        """The number that the host reads of a tensor of one element."""
+        value = self._by_tensor.get(tensor)
+        return (default(tensor, "") if value is None else value).item()
+
+    def copy_from_host(self, fake: Tensor, real: Tensor) -> None:
+        if real.numel() <= SMALL and real.layout == torch.strided:
+            self._by_tensor[fake] = real.detach().clone()
+
+    def compute(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Compute the values of an operation's small results, after it has run on the fake tensors."""
+        if func is KEEPS_FLAG or func.namespace not in ("aten", "prims"):
+            return
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, FakeTensor)]
+        if not outputs:
+            return
+        results = self._results(func, args, kwargs, outputs)
+        for index, tensor in enumerate(outputs):
+            if results is not None:
+                self._by_tensor[tensor] = results[index]
+            elif tensor.numel() == 1:
+                self._by_tensor[tensor] = default(tensor, func.__name__)
+            else:
+                self._by_tensor.pop(tensor, None)
+
+    def _results(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> list[Tensor] | None:
+        """The results of the same operation on the values of its arguments; None where one of them is not known."""
+        is_small = all(t.numel() <= SMALL and t.layout == torch.strided and not t.is_meta for t in outputs)
+        if not is_small or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        unknown = []
+
+        def value_of(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, FakeTensor):
+                return leaf
+            value = self._by_tensor.get(leaf)
+            if value is None:
+                unknown.append(leaf)
+            return value
+
+        args, kwargs = tree_map(value_of, (args, kwargs))
+        if unknown:
+            return None
+        results = tree_leaves(func(*args, **kwargs))
+        if func.__name__.startswith(("empty", "new_empty")):
+            for result in results:
+                result.zero_()
+        return results
+
+
+def default(tensor: Tensor, operation: str) -> Tensor:
+    """One number of a type, or a flag, that depends on what is not known."""
+    number: float = UNKNOWN_NUMBER
+    if tensor.dtype == torch.bool:
+        number = operation.split(".")[0] not in FALSE_FLAGS
+    return torch.full(tensor.shape, number, dtype=tensor.dtype)

@@ -54,7 +54,6 @@ from ...training import state
 from ...training.peak import Places, Storage, largest
 from ..harness.rank import Runner, Stop, read_task
 from . import ENDED, FAILED, STOPPED, UNKNOWN, device
-from .values import SmallValues
 
 LARGE = 1 << 14  # elements from which on a tensor that is made without others is fake
 STEP = 1.002  # growth of the peak from one look at its kinds to the next
@@ -105,11 +104,11 @@ class Chunks:
 class Watcher(TorchDispatchMode):
     """Follows storages of the fake tensors of a mode, and collectives of all tensors, with the lines of the script."""
 
-    def __init__(self, fakes: FakeTensorMode, device: torch.device, script: str = "") -> None:
+    def __init__(self, fakes: FakeTensorMode, target: torch.device, script: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fakes, self.device, self.script = fakes, device, script
+        self.fakes, self.device, self.script = fakes, target, script
         self.places = Places(script)
-        self.values = SmallValues()
+        self.values = device.SmallValues()
         self.live: dict[int, Storage] = {}
         self.allocated = self.peak = self.recorded_peak = 0  # bytes
         self.at_peak: list[tuple[Storage, int]] = []
@@ -167,17 +166,9 @@ class Watcher(TorchDispatchMode):
             if leaf.layout == torch.strided and leaf.fake_device.type == self.device.type:
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self.live:
-                    name, line, forward = place
-                    self.live[storage._cdata] = Storage(
-                        storage.nbytes(),
-                        "activations",
-                        tuple(leaf.shape),
-                        str(leaf.dtype).removeprefix("torch."),
-                        operation,
-                        name,
-                        line,
-                        forward,
-                    )
+                    dtype = str(leaf.dtype).removeprefix("torch.")
+                    facts = storage.nbytes(), "activations", tuple(leaf.shape), dtype, operation
+                    self.live[storage._cdata] = Storage(*facts, *place)
                     weakref.finalize(storage, self._freed, storage._cdata)
                     self._allocate(storage.nbytes())
 
@@ -288,8 +279,7 @@ class Rehearsal(Runner):
             device.register(len(self.hardware.devices))
             self.device = torch.device(device.NAME, 0)
         self.watcher = Watcher(self.fakes, self.device, script)
-        self.report: dict[str, Any] = {"rank": rank, "samples": 0, "updates": 0}
-        self.report["device"] = self.device.type
+        self.report: dict[str, Any] = {"rank": rank, "samples": 0, "updates": 0, "device": self.device.type}
         self.gradient_bytes = 0  # in front of a step
         self.is_new_update = False  # whether the next batch begins one: a script may end before it
 
