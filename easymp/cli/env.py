@@ -37,12 +37,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     settings = resolve()
     rows: list[Sequence[str]]
     if args.machine is None:
         hardware, ranks = easymp.detect(), distributed.read_ranks()
-        record = {"versions": versions(), "hardware": dataclasses.asdict(hardware), "kernels": kernels(hardware)}
-        rows = [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]
+        versions = {
+            "easymp": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        }
+        record = {"versions": versions, "hardware": dataclasses.asdict(hardware), "kernels": kernels(hardware)}
+        rows = [*versions.items(), *facts(hardware), ("kernels", kernels(hardware))]
     else:
         machine = accelerators.describe(args.machine)
         hardware, processes = machine.hardware, machine.processes
@@ -55,17 +63,6 @@ def run(args: argparse.Namespace) -> int:
         return print_json({**record, "plan": plan.as_dict()})
     print(f"{table([row for row in rows if row[1]], fold=args.machine is not None)}\n\nPlan\n{plan.explain()}")
     return 0
-
-
-def versions() -> dict[str, str]:
-    import torch
-
-    return {
-        "easymp": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
 
 
 def facts(hardware: Hardware) -> list[list[str]]:

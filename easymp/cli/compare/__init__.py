@@ -185,7 +185,6 @@ def terminal_text(comparison: Comparison) -> str:
     lines = table(cells, right=set(range(1, len(cells[0])))).splitlines()
     text = [paint(wrap(plain(verdict.sentence)), BOLD), "", *map(paint, lines, [BOLD, *colours])]
     remarks = [f"{plan.name} {problem}" for plan in plans for problem in plan.problems]
-    remarks += [f"{plan.name} {plan.result}: {plan.reason}." for plan in verdict.standings if plan.reason]
     text += [wrap(plain(line), "  ") for line in (*remarks, comparison.missing) if line]
     return "\n".join([*text, *(paint(wrap(plain(line)), YELLOW) for line in verdict.doubts)])
 

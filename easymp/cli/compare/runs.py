@@ -383,7 +383,7 @@ class Standing:
     interval: tuple[float, float] | None = None  # the 90 % interval of `ratio`; None for fewer than three runs
     sure: int = NO  # how sure it is that the recommended plan is faster, from 0 (not) over 1 (a hint) to 2
     result: str = ""  # "reference", "follows", "unproven" or "worse"; "" where it did not finish
-    reason: str = ""  # the numbers behind `result`
+    reason: str = ""  # the numbers behind "worse"
 
 
 @dataclass(frozen=True)
@@ -457,37 +457,32 @@ def _faster(first: Summary, second: Summary) -> int:
 
 
 def _compare_results(reference: Summary, plan: Summary, metrics: Sequence[Metric]) -> tuple[str, str]:
-    """Whether the plan's metrics follow those of `reference`, and the numbers; the first metric can make it worse."""
+    """Whether the plan's metrics follow those of `reference`; where the first one is worse, the numbers, too."""
     if plan is reference:
         return REFERENCE, ""
-    results = [_compare_metric(reference, plan, metric) for metric in metrics]
-    if results and results[0][0] == WORSE:
-        return results[0]
-    if results and all(result == FOLLOWS for result, _ in results):
-        return FOLLOWS, "; ".join(numbers for _, numbers in results)
-    unproven = [numbers for result, numbers in results if result != FOLLOWS]
-    return UNPROVEN, unproven[0] if unproven else "no logged value tells whether its results are as good"
+    results = [_compare_metric(reference.finals(metric), plan.finals(metric), metric) for metric in metrics]
+    if not results or results[0] != WORSE:
+        return FOLLOWS if results and set(results) == {FOLLOWS} else UNPROVEN, ""
+    metric = metrics[0]
+    if not plan.finals(metric):
+        return WORSE, f"{plan.name} did not log {metric.name}"
+    value, expected = (metric.text(median(summary.finals(metric))) for summary in (plan, reference))
+    return WORSE, f"{metric.name} {value} ({reference.name}: {expected})"
 
 
-def _compare_metric(reference: Summary, plan: Summary, metric: Metric) -> tuple[str, str]:
-    expected, values = reference.finals(metric), plan.finals(metric)
+def _compare_metric(expected: Sequence[float], values: Sequence[float], metric: Metric) -> str:
+    """Whether the last `values` of some runs follow those that are `expected`."""
     if not expected or not values:
-        return WORSE if expected else UNPROVEN, f"{(reference if values else plan).name} did not log {metric.name}"
-    target, value = median(expected), median(values)
-    numbers = f"{metric.name} {metric.text(value)} ({reference.name}: {metric.text(target)})"
+        return WORSE if expected else UNPROVEN
+    target = median(expected)
     if not all(map(math.isfinite, (*expected, *values))):
-        return WORSE if math.isfinite(target) else UNPROVEN, numbers
+        return WORSE if math.isfinite(target) else UNPROVEN
     tolerance = SHARE_TOLERANCE if metric.share else TOLERANCE * abs(target)
-    margin = "half a point" if metric.share else "5 %"
-    loss = (target - value) * metric.direction
     bounds = interval(expected, values, lambda a, b: (a - b) * metric.direction)
     if bounds is not None and bounds[1] <= tolerance:
-        return FOLLOWS, f"{numbers}, within {margin}"
-    if loss > tolerance and (bounds is None or bounds[0] > 0):
-        return WORSE, numbers
-    if bounds is None:
-        return UNPROVEN, f"{numbers}; fewer than {ENOUGH} runs of each prove nothing"
-    return UNPROVEN, f"{numbers}; more than {margin} worse is possible"
+        return FOLLOWS
+    is_worse = (target - median(values)) * metric.direction > tolerance
+    return WORSE if is_worse and (bounds is None or bounds[0] > 0) else UNPROVEN
 
 
 def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], repeatable: bool) -> Verdict:
