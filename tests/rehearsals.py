@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from easymp.base import env
 from easymp.cli.harness import Script
-from easymp.cli.rehearse import ENDED, OFF
+from easymp.cli.rehearse import ENDED, OFF, device
 from easymp.cli.rehearse.rank import Rehearsal
 from easymp.settings import overrides
 
@@ -33,6 +33,7 @@ training = pairs.Training(row, row["strategy"], {folder!r}, 1, False)
 with training.acc:
     training.fit(0, pairs.HALFWAY)
 """
+WAITS_FOR = device.waits_for
 # Functions, by file, that wait for the device inside an update, each with the reason, as docs/guarantees.md has it.
 WAITS = {
     "torch_step.py _values_changed": "gradients are compared in updates 0 to 2 and each hundredth",
@@ -52,6 +53,17 @@ WAITS = {
 }
 
 
+def caller() -> str:
+    """The innermost file and function that are neither torch's nor the rehearsal's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "torch" not in path.parts and path.parent != Path(device.__file__).parent and path != Path(__file__):
+            return f"{path.name} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
 def rehearse(folder: Path, number: int) -> list[str]:
     row = pairs.rows()[number]
     size = pairs.RANKS.get(row["strategy"], 2)
@@ -62,13 +74,20 @@ def rehearse(folder: Path, number: int) -> list[str]:
     script.write_text(SCRIPT.format(number=number, folder=str(folder)))
     Script(str(script)).write_task(folder, processes=size, machine="8xH100", updates=sys.maxsize)
     settings = [f"{name}={value}" for name, value in {**OFF, "cpu": "false"}.items()]
-    with patch.dict(os.environ, world), env.override(**overrides(settings)):
+    callers: set[str] = set()
+
+    def waits_for(*arguments: Any) -> bool:
+        if waits := WAITS_FOR(*arguments):
+            callers.add(caller())
+        return waits
+
+    waiting = patch.object(device, "waits_for", waits_for)
+    with patch.dict(os.environ, world), env.override(**overrides(settings)), waiting:
         rehearsal = Rehearsal(folder, 0)
         report: dict[str, Any] = rehearsal.run_script()
     pairs.close_all()
     dist.destroy_process_group()
-    callers = {re.sub(r":\d+", "", wait["caller"]) for wait in report["waits"]}
-    faults = [f"waits at {caller}" for caller in callers - WAITS.keys() if not caller.startswith("pairs.py")]
+    faults = [f"waits at {name}" for name in callers - WAITS.keys() if not name.startswith("pairs.py")]
     if report["end"] != ENDED:
         faults.append(report["why"].split("\n")[0])
     words = sorted(set(row.values()) - set(pairs.PLAIN.values()))

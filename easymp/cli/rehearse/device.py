@@ -11,11 +11,9 @@ without values is taken to be 2; a flag says that all is well.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +49,9 @@ KEEPS_FLAG = ATEN._amp_foreach_non_finite_check_and_unscale_.default
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
 
+def do_nothing(*args: Any, **keywords: Any) -> None: ...
+
+
 class Work:
     """A stream or an event whose work is done at once."""
 
@@ -65,9 +66,7 @@ class Work:
     def query(self) -> bool:
         return True
 
-    def _do_nothing(self, *args: Any, **keywords: Any) -> None: ...
-
-    synchronize = wait = wait_stream = wait_event = record = record_stream = _do_nothing
+    synchronize = wait = wait_stream = wait_event = record = record_stream = do_nothing
 
     def record_event(self, event: Any = None) -> Any:
         return event or Work()
@@ -75,9 +74,6 @@ class Work:
 
 def device_module(devices: int) -> Any:
     """The module of so many devices, which `torch.get_device_module` gives: its work is done at once."""
-
-    def do_nothing(*args: Any, **keywords: Any) -> None: ...
-
     actions = "set_device set_stream synchronize empty_cache reset_peak_memory_stats"
     random_state = "set_rng_state manual_seed manual_seed_all"
     memory = "max_memory_allocated memory_allocated memory_reserved max_memory_reserved"
@@ -173,17 +169,6 @@ def waits_for(func: Any, args: Any, kwargs: Any) -> bool:
         blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         return blocks and args[0].device.type == "cpu" != args[1].device.type
     return False
-
-
-def caller() -> str:
-    """The innermost line that is neither torch's nor the rehearsal's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if "torch" not in path.parts and path.parent != Path(__file__).parent:
-            return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def mismatch(line: str) -> str:

@@ -124,7 +124,7 @@ class Watcher(TorchDispatchMode):
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor runs operations on its parts, which come here
         if device.waits_for(func, args, kwargs):
-            self.waits.append({"line": self.places.line(), "caller": device.caller(), "phase": self.updates})
+            self.waits.append({"line": self.places.line(), "phase": self.updates})
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self.values.read(args[0])
         if func in device.STEPS:
