@@ -11,7 +11,7 @@ examples:
   easymp compare train.py --vary compile=no,blocks --vary seed=0,1
   easymp compare train.py --vary batch=32,64 -- --batch-size {batch}
   easymp compare train.py --strategy fsdp --vary strategy_options.cpu_offload=false,true
-  easymp compare fp32=runs/a fp32=runs/b bf16=runs/c     runs that exist
+  easymp compare fp32=runs/a fp32=runs/b bf16=runs/c     runs that were recorded
 
 Words after -- are the script's own. Three runs of each plan or more can show a difference of times; fewer are a hint.
 The folder --output gets all numbers with the plans (compare.json), a picture (compare.png) and the raw records; the
@@ -56,7 +56,7 @@ SINCE_FIRST_UPDATE = "seconds from the first update"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "easymp compare SCRIPT [OPTIONS] [-- ARGUMENTS]\n       easymp compare RUN RUN … [OPTIONS]"
     add = parser.add_argument
-    script = "its path, and the script's own after --; or folders of runs that exist, each as NAME=FOLDER or FOLDER"
+    script = "its path, and the script's own after --; or folders of recorded runs, each as NAME=FOLDER or FOLDER"
     add("script", nargs="+", metavar="SCRIPT", help=script)
     precisions = "of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
     add("--precision", type=_values, default=[], metavar="A,B", help=precisions)
@@ -105,21 +105,19 @@ def run(args: argparse.Namespace) -> int:
     if repeated := [name for name in names if names.count(name) > 1]:
         raise SettingError(f"{repeated[0]} is given twice: give all its values at once, as in A,B,C")
     script = Script(args.script[0], args.arguments, args.module)
-    existing = not script.module and name_and_folder(script.path)[1].is_dir()
-    if existing and (names or args.seed is not None or args.arguments or args.repeats > 1):
-        raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
-    if not existing:
+    check_new(folder)
+    if not script.module and name_and_folder(script.path)[1].is_dir():
+        if names or args.seed is not None or args.arguments or args.repeats > 1:
+            raise SettingError("runs that exist are compared as they are: leave out what would start new ones")
+        comparison = conclude(None, load(args.script), folder.absolute(), args.metric)
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
         missing = [path for path in args.script if not name_and_folder(path)[1].exists()]
         if args.script[1:] and args.script[0] in missing and not script.module:
             raise SettingError(f"{', '.join(missing)}: there is no such file or folder")
         if args.script[1:]:
             raise SettingError(f"{' '.join(args.script[1:])}: one script is compared, and its own arguments follow --")
         check_script(script.path, script.module)
-    check_new(folder)
-    if existing:
-        comparison = conclude(None, load(args.script), folder.absolute(), args.metric)
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
         plans = variants(dict(options), args.arguments)
         # SIGTERM ends the running ranks as Ctrl-C does, and the finished runs are shown.
         with ended_by_signals(), env.override(**overrides(args.set)):

@@ -140,15 +140,15 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
 
     name, document = keys[-1], tomlkit.parse(text)
     unset = unset_line(name) if name in FIELDS else ""
-    if unset and value is not None and keys not in _flatten(document.unwrap()):
-        line = f"{_key(name)} = {literal(value)}{_comment(reason)}"
-        uncommented = re.sub(rf"(?m)^{re.escape(unset)}$", lambda _: line, text, count=1)
-        if keys in _flatten(tomllib.loads(uncommented)):  # and not in another table
-            return uncommented
-    if not keys[1:] and name not in document and value is not None:
-        added = _above_tables(text, f"{_key(name)} = {literal(value)}{_comment(reason)}", keys)
-        if added is not None:
-            return added
+    if value is not None and keys not in _flatten(document.unwrap()):
+        line = setting_line(name, value, reason)
+        candidates = [re.sub(rf"(?m)^{re.escape(unset)}$", lambda _: line, text, count=1)] if unset else []
+        header = re.search(r"(?m)^([ \t]*#.*\n)*[ \t]*\[", text)  # of the first table, with the comments above it
+        if header is not None and not keys[1:] and name not in document:
+            candidates.append(f"{text[: header.start()]}{line}\n\n{text[header.start() :]}")
+        for candidate in candidates:
+            if _adds(candidate, text, keys):
+                return candidate
     table: Any = document.setdefault(keys[0], tomlkit.table()) if keys[1:] else document
     is_inline = isinstance(table, tomlkit.items.InlineTable)
     if value is None and (is_inline or not unset):
@@ -165,19 +165,13 @@ def _put(text: str, keys: Keys, value: Any, reason: str) -> str:
     return edited if value is not None else re.sub(rf'(?m)^.*"{REMOVED}"( *{REASON}.*)?', lambda _: unset, edited)
 
 
-def _above_tables(text: str, line: str, keys: Keys) -> str | None:
-    """`text` with a new line above the first table and the comments of its header; None where that adds no key."""
-    header = re.search(r"(?m)^([ \t]*#.*\n)*[ \t]*\[", text)
-    if header is None:
-        return None
-    ending = "\r\n" if "\r\n" in text else "\n"
-    added = f"{text[: header.start()]}{line}{ending}{ending}{text[header.start() :]}"
+def _adds(edited: str, text: str, keys: Keys) -> bool:
+    """Whether `edited` has the values of `text`, and one of `keys`: its line may be in another table, or in a text."""
     try:
-        expected = _flatten(tomllib.loads(text))
-        values = _flatten(tomllib.loads(added))
-    except tomllib.TOMLDecodeError:  # it is no header
-        return None
-    return added if keys in values and all(values.get(key) == value for key, value in expected.items()) else None
+        values = _flatten(tomllib.loads(edited))
+    except tomllib.TOMLDecodeError:
+        return False
+    return values.pop(keys, None) is not None and values == _flatten(tomllib.loads(text))
 
 
 class Target(NamedTuple):
