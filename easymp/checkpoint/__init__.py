@@ -14,10 +14,8 @@ from ..base.lazy import at_first_use
 if TYPE_CHECKING:
     from .catalog import Contents as Contents
     from .catalog import Damage as Damage
-    from .catalog import Difference as Difference
     from .catalog import Entry as Entry
     from .catalog import Pruned as Pruned
-    from .catalog import diff as diff
     from .catalog import inspect as inspect
     from .catalog import list_checkpoints as list_checkpoints
     from .catalog import prune as prune
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "catalog": (
-        *("Contents", "Damage", "Difference", "Entry", "Pruned"),
-        *("diff", "inspect", "list_checkpoints", "prune", "verify"),
+        *("Contents", "Damage", "Entry", "Pruned"),
+        *("inspect", "list_checkpoints", "prune", "verify"),
     ),
     "huggingface": ("convert",),
     "progress": ("Progress",),
@@ -38,6 +36,7 @@ _HOMES = {
 
 _FORMER = {
     "merge": "use convert(), which takes checkpoints, too",
+    **dict.fromkeys(("diff", "Difference"), "`easymp prove --against` compares two runs"),
     **dict.fromkeys(("read_accelerate", "AccelerateStates"), "use Accelerator.load_state(folder, allow_pickle=True)"),
 }
 

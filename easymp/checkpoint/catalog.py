@@ -1,30 +1,20 @@
-"""`easymp checkpoint list`, `inspect`, `verify`, `diff` and `prune`. They need neither a model nor a process group."""
+"""`easymp checkpoint list`, `inspect`, `verify` and `prune`. They need neither a model nor a process group."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..errors import CheckpointError, check_whole
 from . import folders
-from .codec import unpack
 from .commit import committed_folders, drop, lock_held, remove_leftover
-from .folders import OpenCheckpoint, checkpoint_of, find_newest, join, lock_name, owner_of
-from .load import read_in_order
-from .manifest import BLOCK, MANIFEST, Manifest, StoredTensor, full_box, split_box
+from .folders import checkpoint_of, find_newest, join, lock_name, owner_of
+from .manifest import BLOCK, MANIFEST, Manifest
 from .progress import Tick, expect, ignore
 from .storage import SourceFile, Storage, block_count
-
-LONGEST_VALUE = 60  # characters of a value that is shown
-TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs
 
 
 @dataclass(frozen=True)
@@ -257,154 +247,6 @@ def _tensors_in(manifest: Manifest, file: str, begin: int, end: int) -> tuple[st
         for name, t in manifest.tensors.items()
         if any(c.file == file and begin - c.box.numel * t.dtype.itemsize < c.begin < end for c in t.chunks)
     )
-
-
-@dataclass(frozen=True)
-class Values:
-    """A tensor that both checkpoints have, with different values.
-
-    Attributes:
-        count: elements that are not equal bit for bit, of `of`.
-        largest: absolute difference; None if it is not finite.
-    """
-
-    name: str
-    count: int
-    of: int
-    largest: float | None
-
-
-@dataclass(frozen=True)
-class Unequal:
-    """A difference in dtype, shape, or a value of a state, with its path."""
-
-    path: str
-    one: str
-    other: str
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference between two checkpoints.
-
-    Attributes:
-        missing: tensors of the first that the second lacks.
-        added: tensors of the second that the first lacks.
-        kinds: tensors of another dtype or shape.
-        values: tensors of the same kind with other values.
-        states: states that are not tensors, facts of the run (step, ranks, plan), and files of hooks by size and
-            checksums. The trackers' run ids and positions are left out.
-        equal: number of tensors that are equal bit for bit.
-    """
-
-    missing: tuple[str, ...]
-    added: tuple[str, ...]
-    kinds: tuple[Unequal, ...]
-    values: tuple[Values, ...]
-    states: tuple[Unequal, ...]
-    equal: int
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.missing or self.added or self.kinds or self.values or self.states)
-
-
-def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = ignore) -> Difference:
-    """Compare the committed checkpoints `one` and `other` (paths or URLs), however their tensors are sharded.
-
-    At most 64 MiB of tensors of each are in memory at a time, more if there are more than four files.
-
-    Raises:
-        CheckpointError: one is not a checkpoint, or has bytes that are not what was written.
-        OSError: one cannot be read.
-    """
-    a, b = folders.open_checkpoint(one), folders.open_checkpoint(other)
-    left, right = _with_aliases(a.manifest), _with_aliases(b.manifest)
-    common = [name for name in left if name in right]
-    kinds = [Unequal(n, x, y) for n in common if (x := _kind(left[n])) != (y := _kind(right[n]))]
-    tied = {name for name, _ in a.manifest.aliases.items() & b.manifest.aliases.items()}
-    skipped = tied | {unequal.path for unequal in kinds}  # tied ones are compared under their other name
-    pairs = [(name, left[name], right[name]) for name in common if name not in skipped]
-    expect(tick, 2 * sum(stored.bytes for _, stored, _ in pairs))
-    values = list(_compare(a, b, pairs, tick))
-    one_leaves, other_leaves = _leaves_of(a.manifest), _leaves_of(b.manifest)
-    states = [
-        Unequal(path, _shortened(x), _shortened(y))
-        for path in dict.fromkeys([*one_leaves, *other_leaves])
-        if (x := one_leaves.get(path, "nothing")) != (y := other_leaves.get(path, "nothing"))
-    ]
-    return Difference(
-        missing=tuple(n for n in left if n not in right),
-        added=tuple(n for n in right if n not in left),
-        kinds=tuple(kinds),
-        values=tuple(v for v in values if v.count),
-        states=tuple(states),
-        equal=sum(not v.count for v in values),
-    )
-
-
-def _with_aliases(manifest: Manifest) -> dict[str, StoredTensor]:
-    return manifest.tensors | {name: manifest.tensors[target] for name, target in manifest.aliases.items()}
-
-
-def _kind(stored: StoredTensor) -> str:
-    return f"{stored.dtype} {list(stored.shape)}".removeprefix("torch.")
-
-
-def _compare(
-    a: OpenCheckpoint, b: OpenCheckpoint, pairs: list[tuple[str, StoredTensor, StoredTensor]], tick: Tick
-) -> Iterator[Values]:
-    parts = [
-        (i, box, pair)
-        for i, (_, *pair) in enumerate(pairs)
-        for box in split_box(full_box(pair[0].shape), BLOCK // pair[0].dtype.itemsize)
-    ]
-    left = read_in_order(a.files, ((pair[0], box) for _, box, pair in parts), tick)
-    right = read_in_order(b.files, ((pair[1], box) for _, box, pair in parts), tick)
-    counts, largest = [0] * len(pairs), [0.0] * len(pairs)
-    for (i, *_), x, y in zip(parts, left, right, strict=True):
-        unequal = x.reshape(-1).view(torch.uint8) != y.reshape(-1).view(torch.uint8)
-        if unequal.any():
-            counts[i] += int(unequal.view(-1, x.itemsize).any(1).sum())
-            largest[i] = max(largest[i], _distance(x, y))
-    for (name, stored, _), count, distance in zip(pairs, counts, largest):
-        yield Values(name, count, prod(stored.shape), distance if math.isfinite(distance) else None)
-
-
-def _distance(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference; infinite if a NaN is on one side only."""
-    dtype = torch.complex128 if x.dtype.is_complex else torch.float64
-    x, y = x.to(dtype), y.to(dtype)
-    distance = (x - y).abs()
-    distance[(x == y) | (x.isnan() & y.isnan())] = 0.0  # the same infinity, and NaN with other bits
-    return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
-
-
-def _leaves_of(manifest: Manifest) -> dict[str, str]:
-    """The values of the states, the facts of the run and the files of hooks, by path and as text."""
-    facts = {
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "plan": manifest.plan,
-        "tied": manifest.aliases,
-        "extra": {n: {"bytes": f.size, "crc32": list(f.checksums)} for n, f in manifest.extra.items()},
-    }
-    states = {name: unpack(state, str) for name, state in manifest.states.items() if name != TRACKING}
-    return dict(_leaves({**facts, **states}, ""))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    children = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-    if isinstance(children, Mapping) and children:
-        for key, child in children.items():
-            yield from _leaves(child, f"{path}/{key}".removeprefix("/"))
-    else:
-        yield path, repr(value)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ examples:
   easymp checkpoint list runs/digits                   which there are, below checkpoints/ too, and which is the newest
   easymp checkpoint inspect runs/digits                the contents of the newest
   easymp checkpoint verify runs/digits/step-00000100   every byte of one against its checksum
-  easymp checkpoint diff before after                  tensors and states that differ
   easymp checkpoint convert runs/digits weights        one model.safetensors, or shards with an index
   easymp checkpoint convert --dtype bf16 weights half  safetensors in another precision, from any weights
   easymp checkpoint prune --keep 3 runs/digits         the last three stay
 
-`easymp checkpoint ACTION --help` tells more about one. Exit codes: 0 good; 1 damaged, different, or another error; 2
+`easymp checkpoint ACTION --help` tells more about one. Exit codes: 0 good; 1 damaged, or another error; 2
 wrong usage, such as a path that does not exist or holds no checkpoint.
 """
 
@@ -51,7 +50,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = action("inspect", run_inspect, "show what a checkpoint holds: the plan, tensors by groups, states", "path")
     add("--tensors", action="store_true", help="each tensor, too")
     action("verify", run_verify, "check every byte of a checkpoint against its checksum", "path")
-    action("diff", run_diff, "show the tensors, values and states that differ in two checkpoints", "path", "other")
     convert_help = "write weights as Hugging Face reads them, whole, and in another precision if asked"
     add = action("convert", run_convert, convert_help, "path", "out")
     add("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)")
@@ -65,11 +63,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="list them, and remove nothing")
 
 
+def reworded(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Refuse a former action."""
+    if arguments[:1] == ["diff"]:
+        parser.error("diff is no longer an action: `easymp prove --against` compares two runs")
+    return arguments
+
+
 def run(args: argparse.Namespace) -> int:
-    paths = [path for path in (args.path, getattr(args, "other", None)) if path is not None]
-    for path in paths:
-        if "://" not in path and not os.path.exists(path):
-            raise SettingError(f"{path}: there is no such file or folder")
+    if "://" not in args.path and not os.path.exists(args.path):
+        raise SettingError(f"{args.path}: there is no such file or folder")
     try:
         answer: Answer = args.run(args)
     except BrokenPipeError:
@@ -159,21 +162,6 @@ def run_verify(args: argparse.Namespace) -> Answer:
     verdict = f"{len(damages)} fault(s); load another checkpoint" if damages else "good, every byte"
     record = [dataclasses.asdict(damage) for damage in damages]
     return record, [*lines, f"{path}: {verdict}"], int(bool(damages))
-
-
-def run_diff(args: argparse.Namespace) -> Answer:
-    with checkpoint.Progress("comparing", "read") as tick:
-        difference = checkpoint.diff(checkpoint_at(args.path), checkpoint_at(args.other), tick)
-    lines = [f"- {plain(name)}" for name in difference.missing] + [f"+ {plain(name)}" for name in difference.added]
-    rows: list[list[Any]] = [[u.path, u.one, u.other] for u in (*difference.kinds, *difference.states)]
-    for v in difference.values:
-        largest = "infinity, or NaN" if v.largest is None else v.largest
-        rows.append([v.name, f"{v.count:,} of {v.of:,} elements", f"by {largest}"])
-    count = len(difference.values) + len(difference.kinds)
-    nothing = ", nothing differs" if difference.same else ""
-    lines += [table(rows)] if rows else []
-    lines += [f"{difference.equal} tensor(s) equal, bit for bit; {count} not{nothing}"]
-    return {**dataclasses.asdict(difference), "same": difference.same}, lines, int(not difference.same)
 
 
 def run_convert(args: argparse.Namespace) -> Answer:

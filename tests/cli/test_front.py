@@ -78,7 +78,7 @@ WRONG_AFTER_TORCH = {
     "checkpoint verify nowhere": "nowhere: there is no such file or folder",
     "checkpoint verify .": ": not a checkpoint",
     "checkpoint inspect .": ": not a checkpoint",
-    "checkpoint diff . .": ": not a checkpoint",
+    "checkpoint diff . .": "`easymp prove --against` compares two runs",
     "rehearse train.py --precision bf61": "did you mean 'bf16'?",
     "checkpoint convert . out": ".: no weights",
 }
