@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from ..options import ProjectConfiguration
     from ..training.prepare import Preparation
     from ..training.state import Run
-    from . import accelerate, commit, folders, hooks, huggingface, load, progress, ranks, run_state, save, weight_stream
+    from . import accelerate, folders, hooks, huggingface, load, locks, progress, ranks, run_state, save, weight_stream
     from .load import Loaded
     from .save import Saveable, Saves
 
 modules_at_first_use(
     globals(),
-    *("accelerate", "commit", "folders", "hooks", "huggingface"),
-    *("load", "progress", "ranks", "run_state", "save", "weight_stream"),
+    *("accelerate", "folders", "hooks", "huggingface", "load", "locks"),
+    *("progress", "ranks", "run_state", "save", "weight_stream"),
 )
 
 logger = get_logger(__name__)
@@ -84,7 +84,7 @@ class Checkpoints:
         def claim() -> bool:
             root, name = folders.split(self._root)
             try:
-                release = commit.acquire_shared(folders.open_storage(root), name)
+                release = locks.acquire_shared(folders.open_storage(root), name)
             except OSError as error:
                 if not reading or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
@@ -205,7 +205,7 @@ class Checkpoints:
             self._claim_project(world=world)
         target = save.Target(folders.open_storage(root), name, step, self._run.plan.as_dict())
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
-        views, extra = self._views(), folders.NO_FILES
+        views, extra = self._views(), hooks.NO_FILES
         models: Collection[int] = range(len(views))
         if self._save_hooks:
             models, extra = hooks.run_save_hooks(world, self._save_hooks, views, target.storage, name)

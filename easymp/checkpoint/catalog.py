@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import CheckpointError, check_whole
 from . import folders
-from .commit import committed_folders, drop, lock_held, remove_leftover
-from .folders import checkpoint_of, find_newest, join, lock_name, owner_of
+from .folders import checkpoint_of, committed_folders, drop, find_newest, join, owner_of, remove_leftover
+from .locks import lock_held, lock_name
 from .manifest import BLOCK, MANIFEST, Manifest
 from .progress import Tick, expect, ignore
 from .storage import SourceFile, Storage, block_count

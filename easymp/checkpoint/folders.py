@@ -1,4 +1,4 @@
-"""The folders of checkpoints below a root: their names, which of them count, how one is opened, and their order.
+"""The folders of checkpoints below a root: names, which of them count, how one is opened, their order, and commits.
 
 | name | content |
 |---|---|
@@ -8,6 +8,11 @@
 | ``.tmp-step-00000100-5f0c3a9e`` | a folder being written, or replaced, or removed; never a checkpoint |
 | ``.tmp-step-00000100.lock`` | the owner of the writer lock |
 | ``latest`` | a file with the name of the checkpoint that was saved last: a hint for people |
+
+A save commits in this order: lock, folder → files written and fsynced → manifest → folder fsynced → COMMIT → folder
+fsynced → parent fsynced → only then removals, each of which begins with COMMIT. So the checkpoint or the one that it
+replaces always exists. Where a folder can be renamed, a save is written under a temporary name and renamed after
+COMMIT; elsewhere (object stores) it has its name at once.
 """
 
 from __future__ import annotations
@@ -15,25 +20,24 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, NoCheckpointError, join_some
 from ..logging import get_logger
 from .codec import LONGEST
-from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Lineage, Manifest, decode, decode_head, seal
-from .progress import Tick, ignore
-from .storage import Bytes, LocalStorage, SourceFile, Storage, read_small
+from .locks import TEMPORARY, acquire, lock_held, lock_name
+from .manifest import COMMIT, MANIFEST, Lineage, Manifest, decode, decode_head, seal
+from .storage import LocalStorage, SourceFile, Storage, read_small
 from .storage_remote import RemoteStorage
 
 logger = get_logger(__name__)
 HEAD = 2**16  # bytes of a manifest in which its plan usually ends
 LATEST = "latest"
-TEMPORARY = ".tmp-"
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
 # Ours, and Accelerate's automatic names.
 _STEP = re.compile(r"(?:step-(?=\d{8})|checkpoint_)(\d+)(\.line-[0-9a-f]+(-\d+)?)?")
@@ -74,10 +78,6 @@ def next_save(names: Iterable[str], checkpoint: str) -> str:
 
 def temporary_name(checkpoint: str) -> str:
     return f"{TEMPORARY}{checkpoint}-{secrets.token_hex(4)}"
-
-
-def lock_name(checkpoint: str) -> str:
-    return f"{TEMPORARY}{checkpoint}.lock"
 
 
 def owner_of(name: str) -> str | None:
@@ -204,44 +204,6 @@ def source_file(storage: Storage, name: str) -> SourceFile:
     if size is None:
         raise CheckpointError(f"{storage.root}/{name}: there is no such file")
     return SourceFile(storage, name, size)
-
-
-@dataclass(frozen=True)
-class ExtraFiles:
-    """Files that go into a checkpoint as they are."""
-
-    files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
-    names: Collection[str] = ()  # of all ranks' files
-    close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
-
-
-NO_FILES = ExtraFiles()
-
-
-def copy_files(
-    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = ignore
-) -> dict[str, FileRecord]:
-    """Copy `files` below `folder` of `storage`, durably; a later `sync` of `folder` covers the names in it."""
-    parts = [name.split("/") for name in files]
-    subfolders = dict.fromkeys("/".join(names[:count]) for names in parts for count in range(1, len(names)))
-    for name in subfolders:  # each after its parent
-        with suppress(FileExistsError):  # another rank was quicker
-            storage.make(join(folder, name))
-    records = {
-        name: FileRecord(file.size, storage.put(join(folder, name), blocks_of(file), file.size, tick))
-        for name, file in files.items()
-    }
-    for name in subfolders:
-        storage.sync(join(folder, name))
-    return records
-
-
-def blocks_of(file: SourceFile) -> Iterator[Bytes]:
-    """The bytes of a file, a block at a time, verified if checksums are known."""
-    for begin in range(0, file.size, BLOCK):
-        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
-        file.fetch([(begin, block)])
-        yield block
 
 
 # A run that loads a checkpoint and saves continues its line, or begins a new line if that line has later checkpoints.
@@ -396,3 +358,173 @@ class SaveLine:
                 join_some(abandoned, ", "),
             )
         return record
+
+
+# Commits.
+
+
+def check_name(checkpoint: str) -> None:
+    reserved = checkpoint.startswith(TEMPORARY) or checkpoint_of(checkpoint) != checkpoint
+    if "/" in checkpoint or not checkpoint or reserved:
+        raise CheckpointError(
+            f"{checkpoint!r} is not a name for a checkpoint: {TEMPORARY}… and ….save-2 are saves under way; "
+            "pass another one"
+        )
+
+
+class Commit:
+    """One save's `folder`, on the rank that holds the lock. A checkpoint of its name on another line is renamed."""
+
+    def __init__(self, target: Storage, checkpoint: str, record: SaveRecord) -> None:
+        self.record = record
+        self._storage, self._checkpoint, self._keep_folder = target, checkpoint, False
+        if target.renames:
+            self.folder = temporary_name(checkpoint)
+        else:
+            self.folder = next_save(target.list(), checkpoint)
+        self._lock = acquire(target, checkpoint, "" if target.renames else self.folder)
+        try:
+            clean_up(target, checkpoint, self._lock.previous)
+            refuse_foreign(target, checkpoint)
+            move_other_line(target, checkpoint, record)
+            owners = {owner for name in target.list() if (owner := owner_of(name)) is not None}
+            for owner in sorted(owners - {checkpoint}):
+                with suppress(CheckpointError), lock_held(target, owner) as previous:  # refused if the writer lives
+                    clean_up(target, owner, previous)
+            try:
+                target.make(self.folder)
+            except FileExistsError:
+                path = join(target.root, checkpoint)
+                raise CheckpointError(
+                    f"{path}: another writer was there just now: give this run its own folder"
+                ) from None
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def finish(self) -> None:
+        """Make the folder the checkpoint. All files and COMMIT are on disk."""
+        target, checkpoint, save = self._storage, self._checkpoint, self.folder
+        if not target.renames:
+            target.sync()
+        else:
+            save = next_save(target.list(), checkpoint)
+            target.rename(self.folder, save)
+            try:
+                target.sync()
+            except OSError:
+                # On the disk it may be either way, so both folders stay. The next save cleans up once it has synced.
+                self._keep_folder = True
+                target.rename(save, self.folder)
+                raise
+        self._keep_folder = True
+        if save == checkpoint:
+            return  # there is no older one
+        try:  # it counts now; the next save tidies up if this one cannot
+            clean_up(target, checkpoint, {})
+        except OSError as error:
+            logger.warning("%s: older saves stay for now: %s", join(target.root, checkpoint), error)
+
+    def close(self) -> None:
+        if not self._keep_folder:
+            remove_leftover(self._storage, self.folder)
+        self._lock.release()
+
+
+def clean_up(target: Storage, checkpoint: str, dead_owner: Mapping[str, Any]) -> None:
+    """Remove all saves of a locked checkpoint but the one that counts, and leftovers of dead writers."""
+    names = target.list()
+    saves, leftovers = saves_of(names, checkpoint), leftovers_of(names, checkpoint)
+    newest = next((save for save in saves if is_committed(target, save)), None)
+    outdated = [save for save in saves if save not in (newest, checkpoint)]
+    if checkpoint in saves and newest != checkpoint:
+        is_foreign = target.renames and target.list(checkpoint) and not is_checkpoint(target, checkpoint)
+        if dead_owner.get("folder") == checkpoint or (newest is not None and not is_foreign):
+            outdated.append(checkpoint)
+    if outdated or leftovers:
+        target.sync()  # a writer may have died just after its rename: what it replaced goes when that is on disk
+    for save in outdated:
+        drop(target, save)
+    for name in leftovers:
+        remove_leftover(target, name)
+    if target.renames and newest is not None and (checkpoint in outdated or checkpoint not in saves):
+        target.rename(newest, checkpoint)
+        target.sync()
+
+
+def move_other_line(target: Storage, checkpoint: str, record: SaveRecord) -> None:
+    """Rename an existing checkpoint of another line that has the name of the new save."""
+    if step_of(checkpoint) is None:
+        return
+    existing = read_record(target, newest_save(target, checkpoint))
+    if existing is None or existing.leads_to(record):
+        return
+    committed = {checkpoint_of(name) for name in target.list() if target.size(join(name, COMMIT)) is not None}
+    name, number = f"{checkpoint}.line-{existing.lineage.line}", 1
+    while name in committed:
+        number += 1
+        name = f"{checkpoint}.line-{existing.lineage.line}-{number}"
+    target.remove(name)  # half of a copy, of a run that was killed
+    target.move(existing.folder, name)
+    path = join(target.root, checkpoint)
+    logger.warning("%s is of another line of checkpoints, and is named %s from now on", path, name)
+
+
+def refuse_foreign(target: Storage, name: str) -> None:
+    """Raise CheckpointError if `name` exists and is not a checkpoint, since a save would overwrite it."""
+    content = [name] if target.size(name) is not None else target.list(name)
+    if content and MANIFEST not in content and COMMIT not in content:
+        raise CheckpointError(
+            f"{join(target.root, name)} is there and is not a checkpoint ({join_some(content, ', ')}): it would be "
+            "replaced, so pass another name"
+        )
+
+
+def retain(target: Storage, record: SaveRecord, limit: int | None) -> None:
+    """Write the hint `latest`; of checkpoints before `record` keep only the last `limit`. Errors are logged."""
+    if step_of(record.folder) is None:
+        return
+    try:
+        hint = newest_save(target, record.folder).encode() + b"\n"
+        target.replace(LATEST, [hint], len(hint))
+        if limit is None:
+            return
+        saves = committed_saves(target)
+        older = [save for save in saves if checkpoint_of(save.folder) != record.folder and save.leads_to(record)]
+        outdated = older[: max(0, len(older) - limit)]
+        lines = {save.lineage.line for save in saves if save not in outdated}
+        for save in outdated:
+            if save.lineage.line not in lines:
+                lines.add(save.lineage.line)
+                message = "%s is removed, as total_limit says: it was the last checkpoint of line %s"
+                logger.warning(message, save.folder, save.lineage.line)
+            with suppress(CheckpointError):  # another process writes it now
+                # The lock names the folder, so that the next writer can clean up after a kill.
+                with lock_held(target, checkpoint_of(save.folder), save.folder):
+                    for folder in reversed(committed_folders(target, checkpoint_of(save.folder))):
+                        drop(target, folder)
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s: older checkpoints stay, as they could not be removed: %s", target.root, error)
+
+
+def committed_folders(target: Storage, checkpoint: str) -> list[str]:
+    """The committed saves of a checkpoint, the newest first."""
+    return [save for save in saves_of(target.list(), checkpoint) if is_committed(target, save)]
+
+
+def drop(target: Storage, folder: str) -> None:
+    """Remove a checkpoint that the caller has locked. Its COMMIT is removed first."""
+    if target.renames:
+        temporary = temporary_name(checkpoint_of(folder))
+        target.rename(folder, temporary)
+        target.sync()
+        folder = temporary
+    remove_leftover(target, folder)
+
+
+def remove_leftover(target: Storage, folder: str) -> None:
+    """Remove an uncommitted leftover. Failures are logged and ignored."""
+    try:
+        target.remove(folder)
+    except OSError as error:
+        logger.warning("%s counts no longer, and could not be removed: %s", join(target.root, folder), error)

@@ -5,20 +5,60 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError, RefusedError
 from . import folders
-from .commit import acquire, check_name, remove_leftover
-from .folders import ExtraFiles, join
-from .manifest import check_extra
-from .ranks import NOT_BEGUN, error_text, join_errors, run_on_all, run_on_rank_0
-from .storage import LocalStorage, SourceFile, Storage
+from .folders import check_name, join, remove_leftover
+from .locks import acquire
+from .manifest import BLOCK, FileRecord, check_extra
+from .progress import Tick, ignore
+from .ranks import NOT_BEGUN, attempt, error_text, join_errors, run_on_all, run_on_rank_0
+from .storage import Bytes, LocalStorage, SourceFile, Storage
 
 Hooks = Mapping[int, Callable[..., object]]
+
+
+@dataclass(frozen=True)
+class ExtraFiles:
+    """Files that go into a checkpoint as they are."""
+
+    files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
+    names: Collection[str] = ()  # of all ranks' files
+    close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
+
+
+NO_FILES = ExtraFiles()
+
+
+def copy_files(
+    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = ignore
+) -> dict[str, FileRecord]:
+    """Copy `files` below `folder` of `storage`, durably; a later `sync` of `folder` covers the names in it."""
+    parts = [name.split("/") for name in files]
+    subfolders = dict.fromkeys("/".join(names[:count]) for names in parts for count in range(1, len(names)))
+    for name in subfolders:  # each after its parent
+        with suppress(FileExistsError):  # another rank was quicker
+            storage.make(join(folder, name))
+    records = {
+        name: FileRecord(file.size, storage.put(join(folder, name), blocks_of(file), file.size, tick))
+        for name, file in files.items()
+    }
+    for name in subfolders:
+        storage.sync(join(folder, name))
+    return records
+
+
+def blocks_of(file: SourceFile) -> Iterator[Bytes]:
+    """The bytes of a file, a block at a time, verified if checksums are known."""
+    for begin in range(0, file.size, BLOCK):
+        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
+        file.fetch([(begin, block)])
+        yield block
 
 
 def run_save_hooks(
@@ -51,13 +91,14 @@ def run_load_hooks(world: World, hooks: Hooks, models: Sequence[Any], folder: st
 
 def _run(world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, list[Any]], object]) -> list[int]:
     """The indices of `items` that all hooks leave in their list. An error of one rank's hook is raised on all ranks."""
-    remaining, own_error = list(items), None
-    try:
+    remaining = list(items)
+
+    def call_all() -> None:
         for hook in list(hooks.values()):
             call(hook, remaining)
-    except Exception as error:
-        own_error = error
-    errors = join_errors(world.gather_objects("" if own_error is None else error_text(own_error)))
+
+    own_error, _ = attempt(call_all)
+    errors = join_errors(world.gather_objects(error_text(own_error)))
     if own_error is not None:
         raise own_error  # the user's own, as it is
     if errors:
@@ -157,6 +198,6 @@ def local_folder(storage: Storage) -> LocalStorage:
 
 def _digest(file: SourceFile) -> str:
     digest = hashlib.sha256()
-    for block in folders.blocks_of(file):
+    for block in blocks_of(file):
         digest.update(block)
     return digest.hexdigest()

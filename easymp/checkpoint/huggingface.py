@@ -25,11 +25,10 @@ from . import torch_files
 from .buffers import as_bytes, on_host
 from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, split_into_shards, unpack
 from .folders import join, open_parent, open_storage, source_file
-from .load import read_in_order
-from .manifest import COMMIT, INDEX, MANIFEST, canonical, full_box
+from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, canonical
 from .progress import Progress, Tick, expect, ignore
 from .storage import Bytes, LocalStorage, read_small
-from .weight_stream import Bucket, drain, gather, is_sharded, tensors_of
+from .weight_stream import Bucket, drain, gather, group_names, is_sharded, tensors_of
 from .weights import SINGLE, open_file, open_source, tied_names
 
 LEFTOVER = re.compile(r"\.(new-)?model.*\.safetensors.*")  # of a save that did not end
@@ -38,6 +37,7 @@ TREE = "easymp"  # key of an object's structure in the metadata
 LARGEST = 2**28  # bytes of JSON
 OF_TORCH_SAVE = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 BUCKET = 2**28  # bytes of tensors that are gathered together
+AT_ONCE = 2**30  # bytes of tensors that `convert` reads together, at most
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 Path = str | os.PathLike[str]
 Shards = Sequence[Sequence[TensorSpec]]
@@ -289,6 +289,7 @@ def convert(
         return new_dtype if new_dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
     def convert_tensor(name: str, tensor: Tensor) -> Tensor:
+        tick(tensor.nbytes)
         converted = tensor.to(rounded(tensor.dtype))
         if converted.dtype != tensor.dtype and torch.isfinite(converted).sum() != torch.isfinite(tensor).sum():
             largest = f"{float(tensor.abs().max()):.3g}"
@@ -300,9 +301,11 @@ def convert(
     specs = [TensorSpec(name, rounded(stored.dtype), stored.shape) for name, stored in source.tensors.items()]
     shards = split_into_shards(specs, max_bytes)
     expect(tick, sum(stored.bytes for stored in source.tensors.values()))
-    ordered = {spec.name: source.tensors[spec.name] for shard in shards for spec in shard}
-    read = read_in_order(source.files, ((stored, full_box(stored.shape)) for stored in ordered.values()), tick)
-    write_model(target_path, shards, map(convert_tensor, ordered, read), source.aliases)
+    stored_specs = {spec.name: (source.tensors[spec.name].dtype, spec.shape) for shard in shards for spec in shard}
+    max_bytes_read = min(max(len(source.files), 4) * BLOCK, AT_ONCE)  # about a block of each file, verified whole
+    groups = group_names(stored_specs, max_bytes_read)
+    pairs = (pair for names in groups for pair in drain(Bucket(source.read(names).items())))
+    write_model(target_path, shards, starmap(convert_tensor, pairs), source.aliases)
 
 
 def read_weights(place: Path, model: str = "model") -> dict[str, Tensor]:

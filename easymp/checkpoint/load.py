@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,10 @@ from .manifest import (
     strides,
 )
 from .progress import Tick, expect, ignore
-from .ranks import error_text, join_errors
+from .ranks import attempt, error_text, join_errors
 from .save import Saveable
 from .storage import Files, MemoryFile, SourceFile, Storage
 
-T = TypeVar("T")
 logger = get_logger(__name__)
 
 STUCK = "could not be put back"
@@ -107,12 +106,6 @@ class CheckpointReader:
             raise CheckpointError(f"the checkpoint has no {name}")
         tree = self.manifest.states[name]
         return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.read_tensor)
-
-    def states(self, names: Iterable[str]) -> dict[str, Any]:
-        """The states under those of these names that the checkpoint has."""
-        trees = {name: self.manifest.states[name] for name in names if name in self}
-        states: dict[str, Any] = unpack(trees, self.read_tensor)
-        return states
 
     def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""
@@ -238,10 +231,12 @@ def load_items(
         for load in loads:
             load()
 
-    reader = _run_on_all(world, path, read)
+    error, reader = attempt(read)
+    _raise_on_all(world, path, error_text(error), error)
     skipped = reader.skipped + _run_trials(world, path, reader.trials, reader.strict)
     world.settle()  # values that wait to be averaged are about to be replaced
-    _run_on_all(world, path, fill, PARTLY)
+    error, _ = attempt(fill)
+    _raise_on_all(world, path, error_text(error), error, PARTLY)
     skipped = list(dict.fromkeys(mismatch for mismatches in world.gather_objects(skipped) for mismatch in mismatches))
     if skipped:
         logger.warning("%s: skipped: %s", path, "; ".join(skipped))
@@ -250,7 +245,7 @@ def load_items(
 
 def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) -> list[str]:
     """Run all trials, or undo them all. Without `strict`, only failed ones (on any rank) are undone and returned."""
-    errors = {trial.name: error for trial in trials if (error := _error_of(trial.change)) is not None}
+    errors = {trial.name: error for trial in trials if (error := attempt(trial.change)[0]) is not None}
     own_texts = {name: error_text(error) for name, error in errors.items()}
     failed = {name: text for texts in reversed(world.gather_objects(own_texts)) for name, text in texts.items()}
     if not failed:
@@ -258,7 +253,7 @@ def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) 
     stuck = [
         f"{trial.name} {STUCK}: {error_text(error)}"
         for trial in reversed(trials)
-        if (strict or trial.name in failed) and (error := _error_of(trial.undo)) is not None
+        if (strict or trial.name in failed) and (error := attempt(trial.undo)[0]) is not None
     ]
     if strict or any(world.gather_objects(stuck)):
         text = "; ".join([f"{name}: {text}" for name, text in own_texts.items()] + stuck)
@@ -266,30 +261,11 @@ def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) 
     return [f"{name}: {text}" for name, text in failed.items()]
 
 
-def _run_on_all(world: World, path: str, function: Callable[[], T], outcome: str = "") -> T:
-    """Run `function` on every rank; errors of any rank are raised on all, and chained to this rank's own."""
-    result, error = cast(T, None), None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    _raise_on_all(world, path, "" if error is None else error_text(error), error, outcome)
-    return result
-
-
 def _raise_on_all(world: World, path: str, text: str, error: Exception | None, outcome: str = "") -> None:
     """Raise the `text` of any rank on all. `outcome` says what became of the checkpoint ("": it was not loaded)."""
     if texts := join_errors(world.gather_objects(text)):
         outcome = outcome or ("was not loaded" if STUCK in texts else "was not loaded, and nothing has changed")
         raise CheckpointError(f"{path} {outcome}: {texts}") from error
-
-
-def _error_of(function: Callable[[], object]) -> Exception | None:
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None
 
 
 def name_differences(live: Collection[str], saved: Collection[str]) -> str:
@@ -342,7 +318,6 @@ STAGE = 2**25  # bytes that are read before they are converted
 SHORT = 2**16  # bytes of a run that is not read by itself
 NEAR = 2**20  # bytes from such a run to the next one, at most
 ALIGNMENT = 64  # bytes; every dtype's size divides it
-MOST_AT_ONCE = 2**30  # bytes of tensors that `read_in_order` reads at once, however many files there are
 
 
 class ReadRequest(NamedTuple):
@@ -476,25 +451,3 @@ def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
             end = read.end
         yield batch
         reads = overlapping
-
-
-def read_in_order(files: Files, boxes: Iterable[tuple[StoredTensor, Box]], tick: Tick = ignore) -> Iterator[Tensor]:
-    """Yield a new tensor for each box, in order. One call reads about a block of each file, verified whole."""
-    room = min(max(len(files), 4) * BLOCK, MOST_AT_ONCE)
-    batch: list[ReadRequest] = []
-    total = 0
-    for stored, box in boxes:
-        size = box.numel * stored.dtype.itemsize
-        if batch and total + size > room:
-            yield from _read_new(files, batch, tick)
-            batch, total = [], 0
-        batch.append(ReadRequest(stored, box, torch.empty(box.shape, dtype=stored.dtype)))
-        total += size
-    yield from _read_new(files, batch, tick)
-
-
-def _read_new(files: Files, batch: list[ReadRequest], tick: Tick) -> Iterator[Tensor]:
-    read_all(files, plan_reads(batch))
-    tick(sum(request.target.nbytes for request in batch))  # more are read: blocks at the edges are read twice
-    while batch:
-        yield batch.pop(0).target  # the caller may free it before the next

@@ -18,16 +18,20 @@ from typing import Any, TypeVar, cast
 from ..distributed import World
 from ..distributed.mailbox import Mailbox
 from ..errors import CheckpointError, EasympError, WorldError
+from .codec import dumps
 
 T = TypeVar("T")
 STOPPED = "stopped, as another rank failed"
+INTERRUPTED = "interrupted"
 NOT_BEGUN = "the checkpoint was not begun: "
 HEARTBEAT = 1.0  # seconds between two signs of life
 HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end
 STORE_GONE = "the ranks' common store is gone: rank 0, which has it, ended or was killed"
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: Exception | None) -> str:
+    if error is None:
+        return ""
     if isinstance(error, (OSError, EasympError)):
         return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"
@@ -41,18 +45,18 @@ def join_errors(texts: Sequence[str]) -> str:
     return "; ".join(f"rank {rank}: {text}" if len(texts) > 1 else text for rank, text in by_rank)
 
 
-def attempt(function: Callable[[], T]) -> tuple[str, T]:
-    """An error's text ("" without one), and the result of `function`."""
+def attempt(function: Callable[[], T]) -> tuple[Exception | None, T]:
+    """The error of `function`, or None, and its result."""
     try:
-        return "", function()
+        return None, function()
     except Exception as error:
-        return error_text(error), cast(T, None)
+        return error, cast(T, None)
 
 
 def run_on_rank_0(world: World, function: Callable[[], T], prefix: str = "") -> T:
     """Run `function` on rank 0, and return its result, or raise its error after `prefix`, on all ranks."""
-    outcome = ("", cast(T, None)) if world.rank else attempt(function)
-    text, result = world.broadcast_objects([*outcome])
+    error, result = (None, cast(T, None)) if world.rank else attempt(function)
+    text, result = world.broadcast_objects([error_text(error), result])
     if text:
         raise CheckpointError(f"{prefix}{text}")
     return cast(T, result)
@@ -60,7 +64,8 @@ def run_on_rank_0(world: World, function: Callable[[], T], prefix: str = "") -> 
 
 def run_on_all(world: World, function: Callable[[], T], prefix: str = "") -> list[T]:
     """Run `function` on every rank; return all results, or raise all errors after `prefix`, on all ranks."""
-    texts, results = zip(*world.gather_objects(attempt(function)))
+    error, result = attempt(function)
+    texts, results = zip(*world.gather_objects((error_text(error), result)))
     if errors := join_errors(texts):
         raise CheckpointError(f"{prefix}{errors}")
     return list(results)
@@ -125,22 +130,43 @@ class Meeting:
         self._post(str(self._call), value)
         return value
 
-    def meet(self) -> None:
-        """Wait until all ranks are here. Raises CheckpointError if one has left."""
-        gathered = self.gather(b"")
-        texts = [text.decode() if isinstance(text, bytes) else f"rank {r}: {text}" for r, text in enumerate(gathered)]
-        if self.rank == 0 and self._call > 2:
-            self._forget([self._call - 1])
-        if text := self.broadcast(next(filter(None, texts), "").encode()).decode():
-            raise CheckpointError(text)
+    def run(self, function: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> tuple[list[Any], Any]:
+        """Run `function` on every rank; returns all results on rank 0, and rank 0's result. Errors are raised on all.
+
+        `on_error`: called before the other ranks learn of an error.
+        """
+        if self.size == 1:
+            result = function()
+            return [result], result
+        text, result, interrupt = "", None, None
+        try:
+            result = function()
+        except Exception as error:
+            text = error_text(error)
+        except BaseException as error:  # the other ranks must learn of it
+            text, interrupt = INTERRUPTED, error
+        if text:
+            self.fail()
+        answers = self.gather(dumps([text, result]))
+        reports: list[Any] = [[str(a), None] if isinstance(a, CheckpointError) else json.loads(a) for a in answers]
+        self._forget([self._call - 1])
+        errors = join_errors([report[0] for report in reports])
+        if errors:
+            on_error()
+        errors, first = json.loads(self.broadcast(dumps([errors, result])))
+        if interrupt is not None:
+            raise interrupt
+        if errors:
+            raise CheckpointError(errors)
+        return [report[1] for report in reports], first
 
     def leave(self, reason: str) -> None:
-        """Give the others the `reason` that they raise when they meet."""
+        """Give the others the `reason` that their next `run` raises."""
         if self.rank:
-            self.gather(reason.encode())
+            self.gather(dumps([reason, None]))
         else:
             self._call += 1
-            self.broadcast(reason.encode())
+            self.broadcast(dumps([f"rank 0: {reason}", None]))
 
     def _post(self, key: str, value: bytes) -> None:
         if self.size > 1:

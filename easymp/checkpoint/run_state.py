@@ -220,7 +220,7 @@ class RunState:
 
     def restore(self, source: CheckpointReader) -> Callable[[], None]:
         live = self._states()
-        saved = source.states(live)
+        saved = {path: source.state(path) for path in live if path in source}
         for path in ("state/steps", "state/run", "state/epochs"):
             if path not in saved:
                 source.complain(f"the checkpoint has no {path}")

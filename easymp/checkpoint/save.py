@@ -1,4 +1,4 @@
-"""Saving: collect the state of all ranks, plan which rank writes which bytes, write, and commit (see `commit`).
+"""Saving: collect the state of all ranks, plan which rank writes which bytes, write, and commit (see `folders`).
 
 All ranks compute the same plan from all ranks' lists of chunks, so they only exchange checksums afterwards. Every rank
 writes its files into a temporary folder, which rank 0 commits.
@@ -7,7 +7,6 @@ writes its files into a temporary folder, which rank 0 commits.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import threading
@@ -27,8 +26,8 @@ from ..logging import get_logger
 from ..version import __version__
 from .buffers import aligned, as_bytes, copy, is_plain
 from .codec import PAGE, dumps, encode_header, encode_index, pack
-from .commit import Commit, check_name, retain
-from .folders import NO_FILES, ExtraFiles, SaveLine, copy_files, join
+from .folders import Commit, SaveLine, check_name, join, retain
+from .hooks import NO_FILES, ExtraFiles, copy_files
 from .manifest import (
     COMMIT,
     INDEX,
@@ -46,7 +45,7 @@ from .manifest import (
     seal,
 )
 from .progress import Tick, expect, ignore
-from .ranks import NOT_BEGUN, STOPPED, Meeting, error_text, join_errors, run_on_all
+from .ranks import NOT_BEGUN, STOPPED, Meeting, error_text, run_on_all
 from .storage import Bytes, Storage, run_in_threads
 
 logger = get_logger(__name__)
@@ -54,7 +53,6 @@ COPIED = 2**22  # bytes copied at a time of a tensor on a device, or with gaps
 LARGE = 2**25  # bytes that one thread copies at a time
 SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
 NICE = 10  # by how much the priority of the thread that writes is below that of threads that train
-INTERRUPTED = "interrupted"
 SHARE = "all ranks must share the file system: pass a folder of one that they share, or a URL"
 
 
@@ -416,9 +414,9 @@ class Save:
     def run(self) -> None:
         with self.meeting:
             try:
-                _, (folder, digests) = self._run_on_all(self._begin)
-                reports, _ = self._run_on_all(lambda: self._write(folder, digests))
-                self._run_on_all(lambda: self._commit(reports))
+                _, (folder, digests) = self.meeting.run(self._begin, self._close)
+                reports, _ = self.meeting.run(lambda: self._write(folder, digests), self._close)
+                self.meeting.run(lambda: self._commit(reports), self._close)
             except Exception as error:
                 path = join(self.target.storage.root, self.target.name)
                 text = f"{path} was not written, and what was there before is untouched: {error_text(error)}"
@@ -431,32 +429,6 @@ class Save:
         if self.commit is not None:
             self.commit.close()
             self.commit = None
-
-    def _run_on_all(self, function: Callable[[], Any]) -> tuple[list[Any], Any]:
-        """Run a stage on every rank; returns all results on rank 0, and rank 0's result. Errors are raised on all."""
-        if self.meeting.size == 1:
-            result = function()
-            return [result], result
-        text, result, interrupt = "", None, None
-        try:
-            result = function()
-        except Exception as error:
-            text = error_text(error)
-        except BaseException as error:  # the other ranks must learn of it
-            text, interrupt = INTERRUPTED, error
-        if text:
-            self.meeting.fail()
-        answers = self.meeting.gather(dumps([text, result]))
-        reports: list[Any] = [[str(a), None] if isinstance(a, CheckpointError) else json.loads(a) for a in answers]
-        errors = join_errors([report[0] for report in reports])
-        if errors:
-            self._close()  # before the other ranks hear of it
-        errors, first = json.loads(self.meeting.broadcast(dumps([errors, result])))
-        if interrupt is not None:
-            raise interrupt
-        if errors:
-            raise CheckpointError(errors)
-        return [report[1] for report in reports], first
 
     def _begin(self) -> Any:
         """On rank 0, make the folder; returns it with digests of rank 0's states, which others need not send again."""

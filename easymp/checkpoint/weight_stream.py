@@ -221,7 +221,7 @@ def in_lockstep(
     with Meeting(world) as meeting:
         for number, names in enumerate(groups):
             if number:
-                meeting.meet()
+                meeting.run(lambda: None)
             try:
                 bucket = bucket_of(names)
                 yield bucket
@@ -230,6 +230,6 @@ def in_lockstep(
                 reason = "left the loop over the weights early, which all ranks run to its end"
                 if not isinstance(error, GeneratorExit):
                     reason = error_text(error) if isinstance(error, Exception) else type(error).__name__
-                meeting.leave(f"rank {world.rank}: {reason}")
+                meeting.leave(reason)
                 raise
-        meeting.meet()
+        meeting.run(lambda: None)

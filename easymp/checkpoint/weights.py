@@ -8,7 +8,7 @@ shards. Every rank decides by the same headers, so loading is not a collective: 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -220,10 +220,16 @@ class Source:
     def fill(self, requests: Sequence[ReadRequest], tick: Tick = ignore) -> None:
         read_all(self.files, plan_reads(requests), tick)
 
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors, whole and in new host memory."""
+        stored = {name: self.tensors[name] for name in names}
+        tensors = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in stored.items()}
+        self.fill([ReadRequest(stored[name], full_box(t.shape), t) for name, t in tensors.items()])
+        return tensors
+
     def read_whole(self) -> dict[str, Tensor]:
         """All tensors, whole and in new host memory; aliases share it."""
-        tensors = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in self.tensors.items()}
-        self.fill([ReadRequest(self.tensors[name], full_box(t.shape), t) for name, t in tensors.items()])
+        tensors = self.read(self.tensors)
         return tensors | {name: tensors[target] for name, target in self.aliases.items()}
 
 

@@ -17,8 +17,8 @@ import fsspec
 import pytest
 
 from easymp import CheckpointError, checkpoint
-from easymp.checkpoint.commit import acquire
 from easymp.checkpoint.folders import open_checkpoint
+from easymp.checkpoint.locks import acquire
 from easymp.checkpoint.storage import LocalStorage
 
 from .samples import lineage_of, rewrite

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from easymp import CheckpointError
-from easymp.checkpoint import commit, folders, storage
+from easymp.checkpoint import folders, locks, storage
 from easymp.checkpoint.folders import is_committed, open_manifest
 from easymp.checkpoint.save import Saves
 from easymp.checkpoint.storage import LocalStorage, SourceFile
@@ -243,7 +243,7 @@ def killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
             save(root, 2, step=1)
         return None
     except Killed:
-        commit._owned.clear()
+        locks._owned.clear()
     with seam(recorder.do):
         save(root, 3, step=1)
     return violations(disk, recorder.steps, base, seeds=(1, 2, 3))

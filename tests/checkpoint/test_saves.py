@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from easymp import Accelerator, CheckpointError
-from easymp.checkpoint import commit, folders, progress, storage
+from easymp.checkpoint import folders, locks, progress, storage
 from easymp.checkpoint import save as saving
-from easymp.checkpoint.commit import Heartbeat, acquire, owner_record
-from easymp.checkpoint.folders import committed_saves, lock_name
+from easymp.checkpoint.folders import committed_saves
+from easymp.checkpoint.locks import Heartbeat, acquire, lock_name, owner_record
 from easymp.checkpoint.manifest import full_box
 from easymp.checkpoint.progress import Progress, expect
 from easymp.checkpoint.save import HostCopy, LocalChunk, Saves, file_content, plan_files
@@ -219,8 +219,8 @@ def test_a_rank_that_is_killed_is_missed(ranks, tmp_path, size, asynchronous):
 
 @pytest.mark.parametrize("kind", ["lock", "heartbeat"])
 def test_one_owner_within_a_process(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(commit, "BEAT", 0.05)
-    monkeypatch.setattr(commit, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
+    monkeypatch.setattr(locks, "BEAT", 0.05)
+    monkeypatch.setattr(locks, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
     storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
 
     def lock():

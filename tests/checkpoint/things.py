@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint.folders import NO_FILES, ExtraFiles, find_newest, open_manifest
-from easymp.checkpoint.hooks import collect_files, make_folder, verified_folder
+from easymp.checkpoint.folders import find_newest, open_manifest
+from easymp.checkpoint.hooks import NO_FILES, ExtraFiles, collect_files, make_folder, verified_folder
 from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import Box
