@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .base.pytree import recursively_apply as recursively_apply
     from .base.pytree import send_to_device as send_to_device
     from .base.rng import set_seed as set_seed
-    from .checkpoint.huggingface import load as load
+    from .checkpoint.export import load as load
     from .checkpoint.weights import load_weights as load_weights
     from .data import PreparedLoader as PreparedLoader
     from .data import skip_first_batches as skip_first_batches
@@ -85,7 +85,7 @@ _HOMES = {
     "base.parts": "Part",
     "base.pytree": "concatenate find_batch_size recursively_apply send_to_device",
     "base.rng": "set_seed",
-    "checkpoint.huggingface": "load",
+    "checkpoint.export": "load",
     "checkpoint.weights": "load_weights",
     "data": "PreparedLoader skip_first_batches",
     "errors": "BatchError CheckpointError EasympError EasympWarning KernelError NonfiniteError "

@@ -20,18 +20,14 @@ if TYPE_CHECKING:
     from .catalog import list_checkpoints as list_checkpoints
     from .catalog import prune as prune
     from .catalog import verify as verify
-    from .huggingface import convert as convert
+    from .export import WeightStream as WeightStream
+    from .export import convert as convert
     from .progress import Progress as Progress
-    from .weight_stream import WeightStream as WeightStream
 
 _HOMES = {
-    "catalog": (
-        *("Contents", "Damage", "Entry", "Pruned"),
-        *("inspect", "list_checkpoints", "prune", "verify"),
-    ),
-    "huggingface": ("convert",),
+    "catalog": ("Contents", "Damage", "Entry", "Pruned", "inspect", "list_checkpoints", "prune", "verify"),
+    "export": ("WeightStream", "convert"),
     "progress": ("Progress",),
-    "weight_stream": ("WeightStream",),
 }
 
 _FORMER = {

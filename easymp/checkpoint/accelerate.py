@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..logging import get_logger
 from .codec import pack
-from .huggingface import load
+from .export import load
 from .load import CheckpointReader
 from .manifest import Manifest, canonical
 from .model_state import OptimizerState

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from ..options import ProjectConfiguration
     from ..training.prepare import Preparation
     from ..training.state import Run
-    from . import accelerate, folders, hooks, huggingface, load, locks, progress, ranks, run_state, save, weight_stream
+    from . import accelerate, export, folders, hooks, load, locks, progress, ranks, run_state, save
     from .load import Loaded
     from .save import Saveable, Saves
 
 modules_at_first_use(
     globals(),
-    *("accelerate", "folders", "hooks", "huggingface", "load", "locks"),
-    *("progress", "ranks", "run_state", "save", "weight_stream"),
+    *("accelerate", "export", "folders", "hooks", "load", "locks"),
+    *("progress", "ranks", "run_state", "save"),
 )
 
 logger = get_logger(__name__)
@@ -118,9 +118,6 @@ class Checkpoints:
             if lacks:
                 raise CheckpointError(f"a {type(item).__name__} cannot be kept: no {' and no '.join(lacks)}")
         self._objects += objects
-
-    def _views(self) -> list[Any]:
-        return [model.view for model in self._prepared.models]
 
     def _saved_items(self, models: Collection[int], with_data: bool = True) -> list[Saveable]:
         return run_state.items_of(self._run, self._epochs, self._objects, models, with_data)
@@ -205,7 +202,7 @@ class Checkpoints:
             self._claim_project(world=world)
         target = save.Target(folders.open_storage(root), name, step, self._run.plan.as_dict())
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
-        views, extra = self._views(), hooks.NO_FILES
+        views, extra = [model.view for model in self._prepared.models], save.NO_FILES
         models: Collection[int] = range(len(views))
         if self._save_hooks:
             models, extra = hooks.run_save_hooks(world, self._save_hooks, views, target.storage, name)
@@ -305,7 +302,8 @@ class Checkpoints:
 
     def _load_accelerate(self, folder: str, strict: bool, allow_pickle: bool) -> Loaded:
         prepared, world = self._prepared, self._run.world
-        models = hooks.run_load_hooks(world, self._load_hooks, self._views(), folder)
+        views = [model.view for model in prepared.models]
+        models = hooks.run_hooks(world, self._load_hooks, views, lambda hook, models: hook(models, folder))
         unknown = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"run"}
         items = [item for item in self._saved_items(models) if getattr(item, "name", "") not in unknown]
         modules = [model.original for model in prepared.models]
@@ -353,11 +351,11 @@ class Checkpoints:
 
     def _load(self, root: str, name: str, strict: bool, data: bool = True) -> Loaded:
         world, folder, storage = self._run.world, folders.join(root, name), folders.open_storage(root)
-        views = self._views()
+        views = [model.view for model in self._prepared.models]
         models: Collection[int] = range(len(views))
         if self._load_hooks:
             hook_folder = hooks.verified_folder(world, storage, name)
-            models = hooks.run_load_hooks(world, self._load_hooks, views, hook_folder)
+            models = hooks.run_hooks(world, self._load_hooks, views, lambda hook, models: hook(models, hook_folder))
         with progress.Progress.of_ranks(world, "loading", "loaded", folder) as tick:
             loaded = load.load_checkpoint(world, storage, name, self._saved_items(models, data), strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
@@ -461,7 +459,7 @@ class Checkpoints:
 
     def weights(
         self, model: nn.Module | None = None, *, dtype: torch.dtype | None = None, bucket: int | str = "1GiB"
-    ) -> weight_stream.WeightStream:
+    ) -> export.WeightStream:
         """Stream a model's whole weights to another program, such as an inference server, or a file format of your own.
 
         All ranks loop over the stream together, under every strategy, and each gets every tensor. A rank holds its own
@@ -498,7 +496,7 @@ class Checkpoints:
         size, models = units.read_bytes(bucket, "bucket="), self._prepared.models
         if model is None and len(models) != 1:
             raise StepError(f"weights() of {len(models) or 'no'} prepared models: say which, by weights(model)")
-        return weight_stream.WeightStream(self._run.world, models[0].view if model is None else model, dtype, size)
+        return export.WeightStream(self._run.world, models[0].view if model is None else model, dtype, size)
 
     def save_model(
         self,
@@ -533,7 +531,7 @@ class Checkpoints:
         _refuse_code(safe_serialization, "save_model")
         if self._ask_parts(self._parts.saving, "save_model", save_directory) is not None:
             return
-        huggingface.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
+        export.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
         """Write an object to one file, on the main process. `easymp.load` reads it, and runs no code.
@@ -559,7 +557,7 @@ class Checkpoints:
         if self._ask_parts(self._parts.saving, "save", f) is not None:
             return
         if self._run.world.rank == 0:
-            huggingface.save_tree(obj, f)
+            export.save_tree(obj, f)
 
 
 def _is_of_accelerate(path: Path) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ..distributed import World
@@ -15,50 +14,12 @@ from ..errors import CheckpointError, RefusedError
 from . import folders
 from .folders import check_name, join, remove_leftover
 from .locks import acquire
-from .manifest import BLOCK, FileRecord, check_extra
-from .progress import Tick, ignore
+from .manifest import check_extra
 from .ranks import NOT_BEGUN, attempt, error_text, join_errors, run_on_all, run_on_rank_0
-from .storage import Bytes, LocalStorage, SourceFile, Storage
+from .save import ExtraFiles, blocks_of
+from .storage import LocalStorage, SourceFile, Storage
 
 Hooks = Mapping[int, Callable[..., object]]
-
-
-@dataclass(frozen=True)
-class ExtraFiles:
-    """Files that go into a checkpoint as they are."""
-
-    files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
-    names: Collection[str] = ()  # of all ranks' files
-    close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
-
-
-NO_FILES = ExtraFiles()
-
-
-def copy_files(
-    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = ignore
-) -> dict[str, FileRecord]:
-    """Copy `files` below `folder` of `storage`, durably; a later `sync` of `folder` covers the names in it."""
-    parts = [name.split("/") for name in files]
-    subfolders = dict.fromkeys("/".join(names[:count]) for names in parts for count in range(1, len(names)))
-    for name in subfolders:  # each after its parent
-        with suppress(FileExistsError):  # another rank was quicker
-            storage.make(join(folder, name))
-    records = {
-        name: FileRecord(file.size, storage.put(join(folder, name), blocks_of(file), file.size, tick))
-        for name, file in files.items()
-    }
-    for name in subfolders:
-        storage.sync(join(folder, name))
-    return records
-
-
-def blocks_of(file: SourceFile) -> Iterator[Bytes]:
-    """The bytes of a file, a block at a time, verified if checksums are known."""
-    for begin in range(0, file.size, BLOCK):
-        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
-        file.fetch([(begin, block)])
-        yield block
 
 
 def run_save_hooks(
@@ -74,7 +35,7 @@ def run_save_hooks(
     with ExitStack() as cleanup:
         folder = make_folder(world, local, name, cleanup)
         path, weights = local.local_path(folder), [model.state_dict() for model in models]
-        indices = _run(world, hooks, weights, lambda hook, items: hook(list(models), items, path))
+        indices = run_hooks(world, hooks, weights, lambda hook, items: hook(list(models), items, path))
         (indices,) = world.broadcast_objects([indices])
         if content() != previous:
             raise CheckpointError(
@@ -84,12 +45,7 @@ def run_save_hooks(
         return indices, collect_files(world, local, folder, cleanup)
 
 
-def run_load_hooks(world: World, hooks: Hooks, models: Sequence[Any], folder: str) -> list[int]:
-    """Call the load hooks on all ranks; returns the indices of the models that they leave to be loaded."""
-    return _run(world, hooks, models, lambda hook, items: hook(items, folder))
-
-
-def _run(world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, list[Any]], object]) -> list[int]:
+def run_hooks(world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, list[Any]], object]) -> list[int]:
     """The indices of `items` that all hooks leave in their list. An error of one rank's hook is raised on all ranks."""
     remaining = list(items)
 

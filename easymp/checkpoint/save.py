@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from types import MappingProxyType
@@ -27,8 +28,8 @@ from ..version import __version__
 from .buffers import aligned, as_bytes, copy, is_plain
 from .codec import PAGE, dumps, encode_header, encode_index, pack
 from .folders import Commit, SaveLine, check_name, join, retain
-from .hooks import NO_FILES, ExtraFiles, copy_files
 from .manifest import (
+    BLOCK,
     COMMIT,
     INDEX,
     MANIFEST,
@@ -46,7 +47,7 @@ from .manifest import (
 )
 from .progress import Tick, expect, ignore
 from .ranks import NOT_BEGUN, STOPPED, Meeting, error_text, run_on_all
-from .storage import Bytes, Storage, run_in_threads
+from .storage import Bytes, SourceFile, Storage, run_in_threads
 
 logger = get_logger(__name__)
 COPIED = 2**22  # bytes copied at a time of a tensor on a device, or with gaps
@@ -279,6 +280,44 @@ def _copy_row_major(target: Tensor, tensor: Tensor) -> None:
     else:
         plain = tensor.resolve_conj().resolve_neg().contiguous()
         target.copy_(plain.view(-1).view(torch.uint8), non_blocking=non_blocking)
+
+
+@dataclass(frozen=True)
+class ExtraFiles:
+    """Files that go into a checkpoint as they are."""
+
+    files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
+    names: Collection[str] = ()  # of all ranks' files
+    close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
+
+
+NO_FILES = ExtraFiles()
+
+
+def copy_files(
+    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = ignore
+) -> dict[str, FileRecord]:
+    """Copy `files` below `folder` of `storage`, durably; a later `sync` of `folder` covers the names in it."""
+    parts = [name.split("/") for name in files]
+    subfolders = dict.fromkeys("/".join(names[:count]) for names in parts for count in range(1, len(names)))
+    for name in subfolders:  # each after its parent
+        with suppress(FileExistsError):  # another rank was quicker
+            storage.make(join(folder, name))
+    records = {
+        name: FileRecord(file.size, storage.put(join(folder, name), blocks_of(file), file.size, tick))
+        for name, file in files.items()
+    }
+    for name in subfolders:
+        storage.sync(join(folder, name))
+    return records
+
+
+def blocks_of(file: SourceFile) -> Iterator[Bytes]:
+    """The bytes of a file, a block at a time, verified if checksums are known."""
+    for begin in range(0, file.size, BLOCK):
+        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
+        file.fetch([(begin, block)])
+        yield block
 
 
 class Target(NamedTuple):

@@ -11,11 +11,11 @@ import torch
 
 from easymp import CheckpointError
 from easymp.checkpoint.folders import find_newest, open_manifest
-from easymp.checkpoint.hooks import NO_FILES, ExtraFiles, collect_files, make_folder, verified_folder
+from easymp.checkpoint.hooks import collect_files, make_folder, verified_folder
 from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import Box
-from easymp.checkpoint.save import LocalChunk, Saves, Snapshot, Target, per_rank
+from easymp.checkpoint.save import NO_FILES, ExtraFiles, LocalChunk, Saves, Snapshot, Target, per_rank
 from easymp.checkpoint.storage import LocalStorage
 from easymp.distributed import Ranks, World, read_ranks
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from ...base.rng import seed_all
-from ...checkpoint.huggingface import save_tree
+from ...checkpoint.export import save_tree
 from ...compat.alias import install
 from ...launcher.worker import run_module, run_script
 from ...optim import PreparedOptimizer

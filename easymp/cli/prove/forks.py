@@ -28,7 +28,7 @@ AT_FIRST_USE = (
     "torch.nn.parallel.distributed",
     "easymp.accelerator",
     "easymp.checkpoint.api",
-    "easymp.checkpoint.huggingface",
+    "easymp.checkpoint.export",
     "easymp.checkpoint.save",
 )
 

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...base.dtensor import local
 from ...base.pytree import leaves
-from ...checkpoint.huggingface import gather_on_host, load
+from ...checkpoint.export import gather_on_host, load
 from ...optim import PreparedOptimizer
 from ...optim.torch_step import IMPLEMENTATION
 from ...precision.policies import LOW

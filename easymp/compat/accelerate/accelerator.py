@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import accelerator, profiling
 from ...base.pytree import leaves, recursively_apply
-from ...checkpoint import folders, huggingface, torch_files
+from ...checkpoint import export, folders, torch_files
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
 from ...checkpoint.ranks import SaveCalls
@@ -504,7 +504,7 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Get a model's `state_dict` with whole tensors. All ranks call it if the model is sharded."""
-        return huggingface.get_state_dict(self._world, model, unwrap)
+        return export.get_state_dict(self._world, model, unwrap)
 
     # -- the run and its settings
 

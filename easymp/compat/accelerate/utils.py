@@ -22,7 +22,7 @@ from ... import options
 from ...base import pytree, rng
 from ...base.units import read_bytes
 from ...checkpoint import accelerate
-from ...checkpoint.huggingface import load
+from ...checkpoint.export import load
 from ...distributed import read_ranks
 from ...errors import LeafError, RefusedError, SettingError, WorldError
 from ...logging import tqdm

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from ...accelerator import Accelerator
 from ...checkpoint import torch_files
 from ...checkpoint.codec import unpack
+from ...checkpoint.export import get_state_dict
 from ...checkpoint.folders import open_checkpoint
-from ...checkpoint.huggingface import get_state_dict
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
 from ...errors import EasympWarning, RefusedError, SettingError, StepError

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...base.dtensor import local
 from ...base.pytree import map_leaves
 from ...checkpoint import torch_files
-from ...checkpoint.huggingface import convert, read_weights
+from ...checkpoint.export import convert, read_weights
 from ...checkpoint.weights import load_weights
 from ...distributed import World, locate, read_ranks
 from ...errors import RefusedError

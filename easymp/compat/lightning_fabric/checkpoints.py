@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...accelerator import Accelerator
 from ...base.pytree import map_leaves
-from ...checkpoint.huggingface import get_state_dict, read_object, write_object
+from ...checkpoint.export import get_state_dict, read_object, write_object
 from ...checkpoint.ranks import run_on_rank_0
 from ...checkpoint.weights import in_memory, load_source, open_source
 from ...errors import SettingError
