@@ -30,9 +30,9 @@ from ..strategies.meta_init import left_to_others
 from ..training.wrapper import unwrap as unwrapped
 from . import torch_files
 from .buffers import as_bytes, on_host
-from .codec import TensorSpec, dumps, encode_header, encode_index, loads, nbytes, pack, split_into_shards, unpack
+from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, split_into_shards, unpack
 from .folders import join, open_parent, open_storage, source_file
-from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, Shape, canonical
+from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, canonical
 from .progress import Progress, Tick, expect, ignore
 from .ranks import Meeting, error_text, run_on_all
 from .storage import Bytes, LocalStorage, read_small
@@ -50,7 +50,6 @@ Path = str | os.PathLike[str]
 Shards = Sequence[Sequence[TensorSpec]]
 Pair = tuple[str, Tensor]
 Bucket = deque[Pair]  # each tensor can go when it has been read
-TensorSpecs = Mapping[str, tuple[torch.dtype, Shape]]
 
 
 class WeightStream(Iterable[Pair]):
@@ -117,10 +116,10 @@ class WeightStream(Iterable[Pair]):
         if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(f"{meta[0]} is on the meta device: prepare the model, or load_weights into it")
         specs = specs_of(tensors, self._dtype)
-        groups = group_names(specs, self._size)
+        groups = group_names(specs.values(), self._size)
 
         def bucket_of(names: list[str]) -> Bucket:
-            return Bucket((name, tensors[name].detach().to(specs[name][0])) for name in names if is_target)
+            return Bucket((name, tensors[name].detach().to(specs[name].dtype)) for name in names if is_target)
 
         return in_lockstep(self._world, groups, bucket_of) if lockstep else (bucket_of(names) for names in groups)
 
@@ -153,25 +152,24 @@ def is_sharded(module: nn.Module, state: Mapping[str, Any]) -> bool:
     return left_to_others(module) or any(map(_is_dtensor, state.values()))
 
 
-def specs_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> TensorSpecs:
+def specs_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, TensorSpec]:
     """The dtype in which each tensor travels, and its shape."""
     return {
-        name: (dtype if dtype is not None and t.is_floating_point() else t.dtype, tuple(t.shape))
+        name: TensorSpec(name, dtype if dtype is not None and t.is_floating_point() else t.dtype, tuple(t.shape))
         for name, t in tensors.items()
     }
 
 
-def group_names(specs: TensorSpecs, max_bytes: int) -> Iterator[list[str]]:
-    """Names in order, in groups of at most `most` bytes, or of one larger tensor."""
+def group_names(specs: Iterable[TensorSpec], max_bytes: int) -> Iterator[list[str]]:
+    """Names in order, in groups of at most `max_bytes`, or of one larger tensor."""
     names: list[str] = []
     total = 0
-    for name, spec in specs.items():
-        size = nbytes(*spec) or 0
-        if names and total + size > max_bytes:
+    for spec in specs:
+        if names and total + spec.bytes > max_bytes:
             yield names
             names, total = [], 0
-        names.append(name)
-        total += size
+        names.append(spec.name)
+        total += spec.bytes
     if names:
         yield names
 
@@ -212,7 +210,7 @@ def gather(
                 bucket.append((name, tensor.to(device or world.device)))
         return bucket
 
-    yield from in_lockstep(world, group_names(specs, size), bucket_of)
+    yield from in_lockstep(world, group_names(specs.values(), size), bucket_of)
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
@@ -224,18 +222,18 @@ def _is_held(tensor: Any) -> bool:
 
 
 def _gather_tensor(
-    world: World, tensor: Any, spec: tuple[torch.dtype, Shape], holders: list[int], is_dtensor: bool, target: int | None
+    world: World, tensor: Any, spec: TensorSpec, holders: list[int], is_dtensor: bool, target: int | None
 ) -> Tensor:
     """The whole tensor, of the first holder if values may differ. Where `target` is given, others may get anything."""
     if world.rank in holders:
-        tensor = tensor.detach().to(spec[0])
+        tensor = tensor.detach().to(spec.dtype)
         if is_dtensor:
             tensor = tensor.to(world.device).full_tensor()
     complete = holders if is_dtensor else holders[:1]
     if target in complete or len(complete) == world.size:
         return tensor  # type: ignore[no-any-return]
     if world.rank != holders[0]:
-        tensor = torch.empty(spec[1], dtype=spec[0])
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
     return world.broadcast(tensor.resolve_conj().resolve_neg().to(world.device), holders[0])
 
 
@@ -289,7 +287,7 @@ def save_model(world: World, model: nn.Module, path: str, max_shard_size: int | 
     world.settle()
     module = unwrapped(model, keep_torch_compile=False)
     tensors, aliases = tensors_of(module)
-    shards = split_into_shards([TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], max_bytes)
+    shards = split_into_shards([*specs_of(tensors).values()], max_bytes)
     ordered = {spec.name: tensors[spec.name] for shard in shards for spec in shard}
     total = sum(spec.bytes for shard in shards for spec in shard)
 
@@ -518,7 +516,7 @@ def convert(
     specs = [TensorSpec(name, rounded(stored.dtype), stored.shape) for name, stored in source.tensors.items()]
     shards = split_into_shards(specs, max_bytes)
     expect(tick, sum(stored.bytes for stored in source.tensors.values()))
-    stored_specs = {spec.name: (source.tensors[spec.name].dtype, spec.shape) for shard in shards for spec in shard}
+    stored_specs = (spec._replace(dtype=source.tensors[spec.name].dtype) for shard in shards for spec in shard)
     max_bytes_read = min(max(len(source.files), 4) * BLOCK, AT_ONCE)  # about a block of each file, verified whole
     groups = group_names(stored_specs, max_bytes_read)
     pairs = (pair for names in groups for pair in drain(Bucket(source.read(names).items())))

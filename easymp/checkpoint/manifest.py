@@ -462,20 +462,17 @@ Run = tuple[int, int]
 """First element and count along one dimension."""
 
 
-class LocalTensor(NamedTuple):
-    """The chunks of a tensor of `shape` on one rank: boxes, each with its elements as a view of the live memory."""
-
-    shape: Shape
-    chunks: tuple[tuple[Box, Tensor], ...]
+LocalChunks = Sequence[tuple[Box, Tensor]]
+"""Boxes of a tensor that are on one rank, each with its elements as a view of the live memory."""
 
 
-def local_tensors(tensors: Iterable[Tensor]) -> list[LocalTensor | None]:
+def local_chunks(tensors: Iterable[Tensor]) -> list[LocalChunks | None]:
     """The chunks of each tensor, plain or a DTensor, on this rank; None for a meta tensor. No collective."""
     with torch.no_grad():
-        return [_local_tensor(tensor) for tensor in tensors]
+        return [_local_chunks(tensor) for tensor in tensors]
 
 
-def _local_tensor(tensor: Tensor) -> LocalTensor | None:
+def _local_chunks(tensor: Tensor) -> LocalChunks | None:
     dtensor: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, which takes long to import
     local = (tensor if dtensor is None else dtensor.to_local()).detach()
     if local.is_meta:
@@ -484,11 +481,11 @@ def _local_tensor(tensor: Tensor) -> LocalTensor | None:
         raise CheckpointError(f"a tensor of layout {local.layout} cannot be stored or loaded: use to_dense()")
     shape = tuple(tensor.shape)
     if dtensor is None:
-        return LocalTensor(shape, ((full_box(shape), local),))
+        return [(full_box(shape), local)]
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a mesh of other ranks
-        return LocalTensor(shape, ())
+        return []
     runs_by_dim = local_runs(shape, tuple(mesh.shape), coordinate, dtensor.placements)
     if tuple(sum(count for _, count in runs) for runs in runs_by_dim) != tuple(local.shape):
         raise CheckpointError(
@@ -502,7 +499,7 @@ def _local_tensor(tensor: Tensor) -> LocalTensor | None:
             runs = runs_by_dim[d]
             view = view.narrow(d, sum(n for _, n in runs[: runs.index(run)]), run[1])
         chunks.append((Box(tuple(start for start, _ in combination), tuple(n for _, n in combination)), view))
-    return LocalTensor(shape, tuple(chunks))
+    return chunks
 
 
 def local_runs(

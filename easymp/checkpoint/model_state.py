@@ -20,7 +20,7 @@ from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
 from .codec import tensor_names
 from .load import CheckpointReader, FullName, Trial, check_like, is_known, name_differences
-from .manifest import Box, StoredTensor, canonical, check_number, local_tensors
+from .manifest import Box, StoredTensor, canonical, check_number, local_chunks
 from .save import Snapshot, per_rank
 
 Groups = list[dict[str, Any]]
@@ -108,13 +108,13 @@ class ModelState:
         filled: dict[int, tuple[str, StoredTensor]] = {}  # id of a live tensor → its first name, and what it takes
         paths = [source.master(saved[n]) if t.dtype == torch.float32 else saved[n] for n, t in tensors.items()]
         saved_tensors = [source.stored(path) for path in paths]
-        for name, path, stored, chunks in zip(tensors, paths, saved_tensors, local_tensors(tensors.values())):
+        for name, path, stored, chunks in zip(tensors, paths, saved_tensors, local_chunks(tensors.values())):
             value = tensors[name]
             if chunks is None:
                 continue
             first_name, first_stored = filled.setdefault(id(value), (name, stored))
-            if stored.shape != chunks.shape:
-                shapes = f"has shape {list(stored.shape)} in the checkpoint, and {list(chunks.shape)} here"
+            if stored.shape != tuple(value.shape):
+                shapes = f"has shape {list(stored.shape)} in the checkpoint, and {list(value.shape)} here"
                 faults.append(f"{name} {shapes}")
             elif (
                 stored.dtype != value.dtype
@@ -126,7 +126,7 @@ class ModelState:
             elif first_stored is not stored:
                 faults.append(f"{name} and {first_name} are one tensor here, and two in the checkpoint")
             elif first_name == name:
-                fills += [(path, box, view) for box, view in chunks.chunks]
+                fills += [(path, box, view) for box, view in chunks]
         if faults:
             source.complain(f"{self._name}: {join_some(faults)}")
         if extra:
@@ -217,8 +217,8 @@ class OptimizerState:
         through_class = bool(saved["rest"]) or optimizer.customises_load()
         known_names = [name for name in states if name in self._layouts]
         stepped = {name: source.stepped(name) for name in known_names}
-        chunks = local_tensors(self._layouts[name] for name in known_names)
-        present = [name for name, local_tensor in zip(known_names, chunks) if local_tensor is not None]
+        chunks_by_name = zip(known_names, local_chunks(self._layouts[name] for name in known_names))
+        present = [name for name, chunks in chunks_by_name if chunks is not None]
         unfit = [n for n in present if (stored := stepped[n]) and stored.shape != tuple(self._layouts[n].shape)]
         fitting = [name for name in present if name not in unfit]
         if fitting:
@@ -319,9 +319,8 @@ class OptimizerState:
         new |= {full_name: _empty_state(*form) for full_name, form in forms.items() if full_name not in reused}
         source.fill(
             (full_name, box, view)
-            for full_name, local_tensor in zip(new, local_tensors(new.values()))
-            if local_tensor is not None
-            for box, view in local_tensor.chunks
+            for full_name, chunks in zip(new, local_chunks(new.values()))
+            for box, view in chunks or ()
         )
         return {**new, **reused}
 
@@ -329,12 +328,11 @@ class OptimizerState:
         """Those that share no memory with others, parameters or `fills`. Their chunks are added to `fills`."""
         used_memory = {t.data_ptr() for t in (*map(local, self._layouts.values()), *(view for *_, view in fills))}
         reused: dict[str, Tensor] = {}
-        for (full_name, live), local_tensor in zip(candidates.items(), local_tensors(candidates.values())):
+        for (full_name, live), chunks in zip(candidates.items(), local_chunks(candidates.values())):
             memory = local(live)
             is_plain = type(memory) is Tensor and not memory.requires_grad and not memory.is_inference()
-            if not is_plain or local_tensor is None or memory.data_ptr() in used_memory:
+            if not is_plain or chunks is None or memory.data_ptr() in used_memory:
                 continue
-            chunks = local_tensor.chunks
             if any(s == 0 and n > 1 for _, view in chunks for n, s in zip(view.shape, view.stride())):
                 continue
             if memory.numel():
@@ -350,9 +348,9 @@ class OptimizerState:
         paths, stepped = [source.master(name) for name in names], [source.stepped(name) for name in names]
         return [
             (path, box, view)
-            for path, stored, local_tensor in zip(paths, stepped, local_tensors(masters))
-            if local_tensor is not None and stored is not None and stored.shape == local_tensor.shape
-            for box, view in local_tensor.chunks
+            for master, path, stored, chunks in zip(masters, paths, stepped, local_chunks(masters))
+            if stored is not None and stored.shape == tuple(master.shape)
+            for box, view in chunks or ()
         ]
 
     def _trial(self, additions: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from math import prod
 from types import MappingProxyType
@@ -42,7 +43,7 @@ from .manifest import (
     check_extra,
     coverage_fault,
     full_box,
-    local_tensors,
+    local_chunks,
     seal,
 )
 from .progress import Tick, expect, ignore
@@ -107,15 +108,13 @@ class Snapshot:
             tensors: dict[str, Tensor] = {}
             self.states[name] = pack(self.states[name], name, tensors)
             packed += [(path, t, replicated is not None and id(t) not in replicated) for path, t in tensors.items()]
-        for (path, tensor, differs), local in zip(packed, local_tensors(tensor for _, tensor, _ in packed)):
-            if local is None:
-                continue
-            chunks = local.chunks
-            if not prod(local.shape):  # an empty tensor is stored, though no rank has a box with elements
-                chunks = ((full_box(local.shape), tensor.new_empty(local.shape, device="cpu")),)
-            for box, view in chunks:
+        for (path, tensor, differs), chunks in zip(packed, local_chunks(tensor for _, tensor, _ in packed)):
+            shape = tuple(tensor.shape)
+            if chunks is not None and not prod(shape):  # stored, though no rank has a box with elements
+                chunks = [(full_box(shape), tensor.new_empty(shape, device="cpu"))]
+            for box, view in chunks or ():
                 self.tensors[path, box] = view
-                self.chunks.append(LocalChunk(path, tensor.dtype, local.shape, box, differs))
+                self.chunks.append(LocalChunk(path, tensor.dtype, shape, box, differs))
 
 
 class FilePlan(NamedTuple):
@@ -442,13 +441,13 @@ class Save:
     tick: Tick
     commit: Commit | None = None  # on rank 0
 
+    @cached_property
+    def own_files(self) -> list[FilePlan]:
+        return [file for file in self.plan.files if file.rank == self.meeting.rank]
+
     def copy_to_host(self) -> None:
         assert self.host_copy is not None
-        self.host_copy.copy(self._own_files, self.snapshot.tensors)
-
-    @property
-    def _own_files(self) -> list[FilePlan]:
-        return [file for file in self.plan.files if file.rank == self.meeting.rank]
+        self.host_copy.copy(self.own_files, self.snapshot.tensors)
 
     def run(self) -> None:
         with self.meeting:
@@ -482,8 +481,8 @@ class Save:
         """Write this rank's files; returns sizes and checksums, and the states that rank 0 does not have."""
         storage, checksums = self.target.storage, dict[str, list[int]]()
         extra_size = sum(file.size for file in self.extra.files.values())
-        expect(self.tick, sum(file.size for file in self._own_files) + extra_size)
-        for file in self._own_files:
+        expect(self.tick, sum(file.size for file in self.own_files) + extra_size)
+        for file in self.own_files:
             name = f"{folder}/{file.name}"
             content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
             try:

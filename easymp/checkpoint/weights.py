@@ -23,7 +23,7 @@ from ..strategies.meta_init import left_to_others, swap_in
 from . import folders, manifest, torch_files
 from .codec import REAL_DTYPES, decode_header, decode_index, header_length, in_file
 from .load import ReadRequest, plan_reads, read_all
-from .manifest import Chunk, StoredTensor, canonical, full_box, local_tensors
+from .manifest import Chunk, StoredTensor, canonical, full_box, local_chunks
 from .progress import Progress, Tick, ignore
 from .storage import Files, MemoryFile, Storage, read_small
 
@@ -103,15 +103,15 @@ def load_source(
         )
     if left_to_others(model):
         matched = [tensor for tensor in matched if not tensor.tensor.is_meta]
-    chunks = local_tensors(tensor.tensor for tensor in matched)  # raises for a layout that cannot be written to
+    chunks = local_chunks(tensor.tensor for tensor in matched)  # raises for a layout that cannot be written to
     _check_twins(source, matched)
     if meta := {id(tensor.tensor) for tensor in matched if tensor.tensor.is_meta}:
         _allocate(model, meta, device, dtype if isinstance(dtype, torch.dtype) else None)
-        chunks = local_tensors(tensor.tensor for tensor in matched)
+        chunks = local_chunks(tensor.tensor for tensor in matched)
     requests = [
         ReadRequest(tensor.stored, box, view)  # type: ignore[arg-type]  # matched, and with memory by now
-        for tensor, local_tensor in zip(matched, chunks)
-        for box, view in local_tensor.chunks  # type: ignore[union-attr]
+        for tensor, tensor_chunks in zip(matched, chunks)
+        for box, view in tensor_chunks or ()
     ]
     try:
         with Progress(f"loading {source.path}", f"loaded {source.path}", shown=read_ranks().rank == 0) as tick:

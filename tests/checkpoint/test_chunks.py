@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from easymp import Accelerator, CheckpointError
 from easymp.checkpoint import load
 from easymp.checkpoint.load import ReadRequest, plan_reads, read_all
-from easymp.checkpoint.manifest import Box, Chunk, StoredTensor, coverage_fault, local_tensors
+from easymp.checkpoint.manifest import Box, Chunk, StoredTensor, coverage_fault, local_chunks
 from easymp.checkpoint.storage import LocalStorage, SourceFile
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -60,10 +60,10 @@ def in_several_places() -> tuple[Any, ...]:
         truth = torch.arange(24.0).view(3, 8)
         local_part = truth[:, [[0, 1, 4, 5], [2, 3, 6, 7]][mesh.get_rank()]]
         placed = [_StridedShard(1, split_factor=2)]
-        (local_tensor,) = local_tensors([DTensor.from_local(local_part, mesh, placed, shape=(3, 8), stride=(8, 1))])
+        (chunks,) = local_chunks([DTensor.from_local(local_part, mesh, placed, shape=(3, 8), stride=(8, 1))])
         with pytest.raises(CheckpointError, match=r"Partial.*use Shard"):
-            local_tensors([DTensor.from_local(torch.ones(2), mesh, [Partial()])])
-        return [(box, view.clone()) for box, view in local_tensor.chunks], truth
+            local_chunks([DTensor.from_local(torch.ones(2), mesh, [Partial()])])
+        return [(box, view.clone()) for box, view in chunks], truth
 
 
 def test_elements_that_are_no_neighbours_in_the_whole(ranks):
@@ -75,7 +75,7 @@ def test_elements_that_are_no_neighbours_in_the_whole(ranks):
 
 def test_sparse_tensors_are_refused():
     with pytest.raises(CheckpointError, match="to_dense"):
-        local_tensors([torch.eye(2).to_sparse()])
+        local_chunks([torch.eye(2).to_sparse()])
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64]
