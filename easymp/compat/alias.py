@@ -39,7 +39,7 @@ class Alias(ModuleType):
         try:
             return getattr(self._target, name)
         except ImportError as error:
-            instead = getattr(self._target.__getattr__, "instead", {})
+            instead = getattr(getattr(self._target.__getattr__, "layer", None), "instead", {})
             if name not in instead:
                 raise AttributeError(str(error)) from None
             stand_in = importlib.import_module(f"{__package__}.accelerate.plugins").stand_in

@@ -6,11 +6,13 @@ A layer warns of options without effect, and says what replaces absent names.
 from __future__ import annotations
 
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -24,11 +26,15 @@ from ..settings import Settings, resolve
 
 
 class Layer:
-    """Messages of the layer that stands for the library `name`, such as ``"Apex"``."""
+    """Stands for the library `name`, whose modules in messages begin with `original`; `folder` holds its layer."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.refused_modules: dict[str, str] = {}  # module of the original → what to use instead
+    def __init__(self, name: str, folder: str, original: str) -> None:
+        self.name, self.package, self.original = name, f"{__package__}.{folder}", original
+        table = REFUSED.get(folder, {})
+        self.instead = by_word(table.get("names", {}))
+        for address, reason in by_word(table.get("modules", {})).items():
+            sentence = f"{original}.{address} is not part of easymp.compat: {reason}"
+            RefusedModules.sentences[f"{self.package}.{address}"] = sentence
 
     def ignore(self, reasons: Mapping[str, str]) -> None:
         """Warn of options without effect, with the reasons, in one warning."""
@@ -37,9 +43,31 @@ class Layer:
         options = "; ".join(f"{option} ({reason})" for option, reason in reasons.items())
         warnings.warn(f"{self.name}: without effect here: {options}", EasympWarning, stacklevel=3)
 
-    def absent(self, module: str, instead: Mapping[str, str], public: Callable[[], Sequence[str]]) -> AbsentNames:
+    def absent(self, module: str, public: Callable[[], Sequence[str]]) -> AbsentNames:
         """A ``__getattr__`` for `module`: explains names of the original module that are not among `public`."""
-        return AbsentNames(self, module, instead, public)
+        return AbsentNames(self, module, public)
+
+    def submodules(self, package: str, table: Mapping[str, Mapping[str, Any] | ModuleType]) -> None:
+        """Register modules below `package` where scripts import them.
+
+        `table` has, by address, the module's names, or a module of ours. ``__getattr__`` may be one of the names.
+        """
+        for address, entry in table.items():
+            name = f"{package}.{address}"
+            parent, _, leaf = name.rpartition(".")
+            vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too
+            names = entry if isinstance(entry, Mapping) else {n: vars(entry)[n] for n in entry.__all__}
+            public = sorted(n for n in names if n != "__getattr__")
+            module = ModuleType(name, f"``{self.address(name)}``.")
+            vars(module).update(__all__=public, __path__=[], __getattr__=self.absent(name, public.copy))
+            vars(module).update(names)
+            sys.modules[name] = module
+            # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
+            vars(sys.modules[parent]).setdefault(leaf, module)
+
+    def address(self, name: str) -> str:
+        """The original's name of something in this layer."""
+        return self.original + name.removeprefix(self.package)
 
 
 @dataclass(frozen=True)
@@ -52,63 +80,39 @@ class AbsentNames:
 
     layer: Layer
     module: str
-    instead: Mapping[str, str]  # name → its replacement
     public: Callable[[], Sequence[str]]
 
     def __call__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        address, names = f"{self.module}.{name}", list(self.public())
-        replacement = self.instead.get(name) or self.layer.refused_modules.get(address)
-        hint = f": {replacement}" if replacement else nearest(name, names) or f". Here are {', '.join(names)}"
-        raise ImportError(f"{address} is not part of easymp.compat{hint}")
+        full_name, names, instead = f"{self.module}.{name}", list(self.public()), self.layer.instead.get(name)
+        hint = f": {instead}" if instead else nearest(name, names) or f". Here are {', '.join(names)}"
+        absent = f"{self.layer.address(full_name)} is not part of easymp.compat{hint}"
+        raise ImportError(RefusedModules.sentences.get(full_name, absent))
 
 
 class RefusedModules(MetaPathFinder):
-    """Import hook: importing a module that a layer refuses fails with a message that names the replacement."""
+    """Import hook: importing a module that a layer refuses fails with a sentence that names the replacement."""
 
-    messages: ClassVar[dict[str, str]] = {}  # by the module's full name
+    sentences: ClassVar[dict[str, str]] = {}  # by the module's full name
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname in self.messages:
-            raise ModuleNotFoundError(self.messages[fullname], name=fullname)
+        if fullname in self.sentences:
+            raise ModuleNotFoundError(self.sentences[fullname], name=fullname)
 
 
 sys.meta_path.append(RefusedModules())
+REFUSED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
+
+
+def by_word(table: Mapping[str, str]) -> dict[str, str]:
+    """The words in the values of a table of refused.toml, each with its key, which says what to write instead."""
+    return {word: reason for reason, words in table.items() for word in words.split()}
 
 
 def by_name(*functions: Any, **aliases: Any) -> dict[str, Any]:
     """Functions and classes by their names, and `aliases`."""
     return {function.__name__: function for function in functions} | aliases
-
-
-def submodules(
-    package: str, table: Mapping[str, Mapping[str, Any] | ModuleType | str], layer: Layer, original: str
-) -> None:
-    """Register modules that hold names of `package`, which is `original` in messages, where scripts import them.
-
-    `table` has, by address, the module's names, a module of ours, or a string, which refuses it and all below it. The
-    key ``"absent"`` among the names has replacements by name, or is the module's ``__getattr__``.
-    """
-    for address, entry in table.items():
-        parent, _, leaf = f"{package}.{address}".rpartition(".")
-        vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too
-        if isinstance(entry, str):
-            layer.refused_modules[f"{original}.{address}"] = entry
-            RefusedModules.messages[f"{parent}.{leaf}"] = f"{original}.{address} is not part of easymp.compat: {entry}"
-            continue
-        names: dict[str, Any] = (
-            dict(entry) if isinstance(entry, Mapping) else {n: vars(entry)[n] for n in entry.__all__}
-        )
-        instead = names.pop("absent", {})
-        public = sorted(names)
-        if not callable(instead):
-            instead = layer.absent(f"{original}.{address}", instead, public.copy)
-        module = ModuleType(f"{parent}.{leaf}", f"``{original}.{address}``.")
-        vars(module).update(names, __all__=public, __path__=[], __getattr__=instead)
-        sys.modules[module.__name__] = module
-        # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
-        vars(sys.modules[parent]).setdefault(leaf, module)
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .layer import Layer, by_name, submodules
+from .layer import Layer, by_name
 
 __all__ = ["amp"]  # noqa: F822 (made below)
 
-layer = Layer("torch.cuda.amp")
-ELSEWHERE = dict.fromkeys(dir(torch.cuda), "all but amp is torch's own: import it from torch.cuda")
-__getattr__ = layer.absent("torch.cuda", ELSEWHERE, lambda: __all__)
+layer = Layer("torch.cuda.amp", "torch_cuda", "torch.cuda")
+layer.instead = dict.fromkeys(dir(torch.cuda), "all but amp is torch's own: import it from torch.cuda")
+__getattr__ = layer.absent(__name__, lambda: __all__)
 
 
 def device_type() -> str:
@@ -55,7 +55,7 @@ def custom_bwd(bwd: Callable[..., Any]) -> Any:
 
 
 NOT_AVAILABLE = {"amp_definitely_not_available": lambda: False}  # every machine has a CPU
-submodules(
+layer.submodules(
     __name__,
     {
         "amp": by_name(GradScaler, autocast, custom_bwd, custom_fwd) | NOT_AVAILABLE,
@@ -63,6 +63,4 @@ submodules(
         "amp.common": NOT_AVAILABLE,
         "amp.grad_scaler": by_name(GradScaler, OptState),
     },
-    layer,
-    "torch.cuda",
 )

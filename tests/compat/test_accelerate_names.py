@@ -21,7 +21,7 @@ import torch
 
 import easymp.compat.accelerate as compat
 from easymp import RefusedError
-from easymp.compat.accelerate.plugins import INSTEAD, MEMBERS
+from easymp.compat.accelerate.plugins import MEMBERS, layer
 
 TABLE = tomllib.loads(Path(__file__).with_name("accelerate_names.toml").read_text())
 MODULES = [section for section in TABLE if section.rpartition(".")[2].islower()]
@@ -133,14 +133,14 @@ def wrong_in_module(module, name, theirs, expected):
     try:
         value = getattr(module, name)
     except ImportError as error:
-        return "" if expected == REFUSED and INSTEAD[name] in str(error) else f"{name}: {error}"
+        return "" if expected == REFUSED and layer.instead[name] in str(error) else f"{name}: {error}"
     if expected != REFUSED:
         actual = difference(signature(value), theirs)
         return "" if actual == expected else f"{name}: {actual or 'the same'}, and not: {expected or 'the same'}"
     try:
         value()
     except RefusedError as error:
-        return "" if INSTEAD[name] in str(error) else f"{name}: {error}"
+        return "" if layer.instead[name] in str(error) else f"{name}: {error}"
     return f"{name} is not refused"
 
 

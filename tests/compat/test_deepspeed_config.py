@@ -18,7 +18,7 @@ import torch
 
 from easymp import EasympWarning, RefusedError, SettingError
 from easymp.cli.config.foreign import DEEPSPEED, KEYS, Document, ImportedSettings
-from easymp.compat import deepspeed
+from easymp.compat import deepspeed, layer
 from easymp.compat.deepspeed.engine import GETTERS
 
 from .test_deepspeed import BATCH, SGD, model, started
@@ -210,7 +210,8 @@ def test_every_other_key_is_ignored_or_refused_by_name():
 
 
 HERE = set(deepspeed.__all__)
-REFUSED = {address for address in deepspeed.REFUSED_MODULES if "." not in address} | set(deepspeed.ABSENT[""])
+TABLES = layer.REFUSED["deepspeed"]
+REFUSED = set(layer.by_word(TABLES["names"])) | {a for a in layer.by_word(TABLES["modules"]) if "." not in a}
 TABLE = tomllib.loads(Path(__file__).with_name("deepspeed_names.toml").read_text())
 OWN, SIGNATURES = set(TABLE["package"].split()), TABLE["signatures"]
 

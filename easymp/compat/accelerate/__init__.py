@@ -17,10 +17,10 @@ from ...strategies.local_sgd import LocalSGD
 from ...trackers.logbook import on_main_process
 from ...training.state import OPEN_RUNS
 from ..alias import VERSION, install
-from ..layer import by_name, submodules
+from ..layer import by_name
 from . import loaders, plugins, utils
 from .accelerator import AcceleratedScheduler, Accelerator
-from .plugins import INSTEAD, layer
+from .plugins import layer
 from .processes import AcceleratorState, GradientState, PartialState
 
 __version__ = VERSION  # for scripts that ask
@@ -39,15 +39,8 @@ _MODULES = (
     "big_modeling commands data_loader hooks inference launchers local_sgd memory_utils optimizer parallelism_config "
     "scheduler state tracking"
 )
-submodules(
-    __name__,
-    {
-        **{module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()},
-        "logging": by_name(plugins.MultiProcessAdapter, plugins.get_logger, absent=INSTEAD),
-    },
-    layer,
-    "accelerate",
-)
+_logging = by_name(plugins.MultiProcessAdapter, plugins.get_logger)
+layer.submodules(__name__, {**dict.fromkeys(_MODULES.split(), NAMES), "logging": _logging})
 _PUBLIC = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
     "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
@@ -56,4 +49,4 @@ _PUBLIC = (
 )
 globals().update({name: NAMES[name] for name in _PUBLIC.split()})
 __all__ = [*_PUBLIC.split(), *_MODULES.split(), "install", "logging", "utils"]
-__getattr__ = layer.absent("accelerate", INSTEAD, lambda: __all__)
+__getattr__ = layer.absent(__name__, lambda: __all__)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,10 +16,10 @@ from ...options import KwargsHandler
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import logbook
-from ..layer import Layer
+from ..layer import REFUSED, Layer, by_word
 from .processes import PartialState
 
-layer = Layer("Accelerate")
+layer = Layer("Accelerate", "accelerate", "accelerate")
 
 
 def stand_in(name: str, instead: str) -> type:
@@ -36,17 +34,9 @@ def stand_in(name: str, instead: str) -> type:
     return type(name, (), {"__new__": refuse, "__doc__": f"Not part of easymp: {instead}.", "__module__": __name__})
 
 
-def _by_name(table: str) -> dict[str, str]:
-    """The refused names in a table of refused.toml, each with what to write instead."""
-    return {name: reason for reason, names in REFUSED_NAMES[table].items() for name in names.split()}
-
-
-REFUSED_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("refused.toml").read_text("utf-8"))
-INSTEAD, MEMBERS = _by_name("names"), _by_name("members")
-FSDP_PLUGIN = REFUSED_NAMES["fsdp_plugin"]
+MEMBERS = by_word(REFUSED["accelerate"]["members"])
+FSDP_PLUGIN = REFUSED["accelerate"]["fsdp_plugin"]
 FIELDS: list[str] = FSDP_PLUGIN["fields"].split()
-
-
 # Sharding strategies of torch's FSDP1 (numbers are 1, 2 … in this order): the strategy here, its options, and whether
 # weights are freed between forward and backward.
 SHARDING: dict[str, tuple[str, type[FSDPOptions] | None, bool]] = {

@@ -28,9 +28,9 @@ from ...errors import LeafError, RefusedError, SettingError, WorldError
 from ...logging import tqdm
 from ...training import collectives, oom
 from ...training.wrapper import unwrap
-from ..layer import by_name, submodules
+from ..layer import REFUSED, by_name
 from . import loaders, plugins
-from .plugins import INSTEAD, layer
+from .plugins import layer
 from .processes import DistributedType, InitProcessGroupKwargs, PartialState, PrecisionType
 
 # -- operations -------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ NAMES: dict[str, Any] = {
     **by_name(DistributedType, InitProcessGroupKwargs, PrecisionType),
     **{name: getattr(options, name) for name in _RECORDS.split()},
     **{name: getattr(plugins, name) for name in _PLUGINS.split()},
-    **{name: plugins.stand_in(name, INSTEAD[name]) for name in plugins.REFUSED_NAMES["stand_ins"].split()},
+    **{name: plugins.stand_in(name, layer.instead[name]) for name in REFUSED["accelerate"]["stand_ins"].split()},
     **accelerate.FILES,
     **_CHECKS,
     "DistributedOperationException": WorldError,
@@ -270,5 +270,5 @@ _MODULES = (
     "constants dataclasses deepspeed environment imports fsdp_utils megatron_lm memory modeling offload operations "
     "other random tqdm versions bnb"
 )
-submodules(__name__, {module: {**NAMES, "absent": INSTEAD} for module in _MODULES.split()}, layer, "accelerate.utils")
-__getattr__ = layer.absent("accelerate.utils", INSTEAD, lambda: __all__)
+layer.submodules(__name__, dict.fromkeys(_MODULES.split(), NAMES))
+__getattr__ = layer.absent(__name__, lambda: __all__)

@@ -28,9 +28,9 @@ from ...options import AutocastKwargs, GradScalerKwargs
 from ...precision import Scaler
 from ...precision.levels import O1, Cast, ListedCasts, as_listed, cast, cast_model, cast_table
 from ...precision.policies import LOW
-from ..layer import Layer, by_name, submodules
+from ..layer import Layer, by_name
 
-layer = Layer("Apex")
+layer = Layer("Apex", "apex", "apex")
 
 
 class ApexError(EasympError, RuntimeError):
@@ -572,21 +572,14 @@ CASTS = by_name(
     register_promote_function, disable_casts=disable_casts,
 )  # fmt: skip
 __all__ = [*CASTS, "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
-OLD = "use amp.initialize(model, optimizer, opt_level='O1') and amp.scale_loss"
-INTERNAL = "it is Apex's own machinery; amp.register_half_function and its kind change how functions are cast"
-submodules(
+layer.submodules(
     __name__,
     {
         "_amp_state": by_name(AmpState, master_params, maybe_print, _amp_state=_amp_state),
         "amp": CASTS,
         "frontend": by_name(Properties, initialize, load_state_dict, state_dict, opt_levels=LEVELS),
-        "handle": by_name(AmpHandle, scale_loss, disable_casts=disable_casts, absent={"NoOpHandle": OLD}),
-        "opt": OLD,
+        "handle": by_name(AmpHandle, scale_loss, disable_casts=disable_casts),
         "scaler": by_name(LossScaler),
-        **dict.fromkeys(("_initialize", "_process_optimizer", "compat", "lists", "utils", "wrap"), INTERNAL),
-        "rnn_compat": "torch's RNN layers need nothing",
     },
-    layer,
-    "apex.amp",
 )
-__getattr__ = layer.absent("apex.amp", {"NoOpHandle": OLD}, lambda: __all__)
+__getattr__ = layer.absent(__name__, lambda: __all__)

@@ -17,9 +17,7 @@ __all__ = [
     "to_python_float", "tofp16",
 ]  # fmt: skip
 
-MASTERS = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
-REPLACED = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), MASTERS)
-__getattr__ = layer.absent("apex.fp16_utils", REPLACED, lambda: __all__)
+__getattr__ = layer.absent(__name__, lambda: __all__)
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 

@@ -21,9 +21,8 @@ from ...precision.policies import LOW
 from .amp import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
-BY_AMP = {"FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2')"}
 REQUIRED: Any = required  # torch's mark of an argument without a default
-__getattr__ = layer.absent("apex.optimizers", BY_AMP, lambda: __all__)
+__getattr__ = layer.absent(__name__, lambda: __all__)
 
 
 class _ApexOptimizer(OwnOptimizer):

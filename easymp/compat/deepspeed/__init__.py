@@ -8,9 +8,7 @@ Not here: pipelines and mixtures of experts, inference, 1-bit optimizers, moving
 from __future__ import annotations
 
 import argparse
-import tomllib
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from ... import optim
 from ...errors import SettingError
 from ..alias import PACKAGES
-from ..layer import by_name, submodules
+from ..layer import by_name
 from . import modules
 from .config import DeepSpeedConfig, layer
 from .engine import DeepSpeedEngine
@@ -70,19 +68,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 # -- its modules, by their addresses
 
-NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
-ABSENT: dict[str, dict[str, str]] = {
-    address: {name: reason for reason, names in table.items() for name in names.split()}
-    for address, table in NAMES["absent"].items()
-}
-REFUSED_MODULES = {address: reason for reason, addresses in NAMES["addresses"].items() for address in addresses.split()}
-
 
 def _public(names: str) -> dict[str, Any]:
     return {name: getattr(modules, name) for name in names.split()}
 
 
-_zero = _public("GatheredParameters Init ZeroParamStatus") | {"absent": ABSENT["zero"]}
+_zero = _public("GatheredParameters Init ZeroParamStatus")
 _checkpointing = _public("CheckpointFunction checkpoint configure is_configured reset")
 _comm = "destroy_process_group get_local_rank get_rank get_world_size init_distributed"
 _safe = [f"safe_{verb}_full_{value}" for verb in ("get", "set") for value in ("fp32_param", "grad", "optimizer_state")]
@@ -92,7 +83,7 @@ _weights = """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_fro
 MODULES: dict[str, dict[str, Any]] = {
     "accelerator": _public("get_accelerator"),
     "checkpointing": _checkpointing | {"model_parallel_cuda_manual_seed": torch.manual_seed},
-    "comm": _public(_comm) | {"absent": partial(getattr, torch.distributed)},
+    "comm": _public(_comm) | {"__getattr__": partial(getattr, torch.distributed)},
     "ops": {},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": torch.optim.Adagrad},
     "ops.adam": by_name(DeepSpeedCPUAdam, FusedAdam),
@@ -103,16 +94,16 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.activation_checkpointing.checkpointing": _checkpointing,
     "runtime.config": by_name(DeepSpeedConfig),
     "runtime.dataloader": _public("RepeatingLoader"),
-    "runtime.lr_schedules": SCHEDULES | {"absent": ABSENT[""]},
-    "runtime.utils": _public("see_memory_usage") | {"absent": ABSENT["runtime.utils"]},
+    "runtime.lr_schedules": SCHEDULES,
+    "runtime.utils": _public("see_memory_usage"),
     "runtime.zero": _zero,
     "runtime.zero.partition_parameters": _zero,
-    "utils": _public(_utils) | _public(" ".join(_safe)) | {"absent": ABSENT["utils"]},
+    "utils": _public(_utils) | _public(" ".join(_safe)),
     "utils.zero_to_fp32": _public(_weights),
     "zero": _zero,
 }
-submodules(__name__, {**MODULES, **REFUSED_MODULES}, layer, "deepspeed")
+layer.submodules(__name__, MODULES)
 DeepSpeedConfigError = SettingError
 __version__ = PACKAGES["deepspeed"][0]  # for scripts that ask
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in PACKAGES["deepspeed"][0].split("."))
-__getattr__ = layer.absent("deepspeed", ABSENT[""], lambda: __all__)
+__getattr__ = layer.absent(__name__, lambda: __all__)

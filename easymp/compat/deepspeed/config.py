@@ -14,7 +14,7 @@ from ...distributed import read_ranks
 from ...errors import RefusedError, SettingError, nearest
 from ..layer import Layer
 
-layer = Layer("DeepSpeed")
+layer = Layer("DeepSpeed", "deepspeed", "deepspeed")
 Content = Mapping[str, Any] | str | os.PathLike[str]  # a configuration, or its path
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

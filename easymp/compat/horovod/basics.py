@@ -28,7 +28,7 @@ __all__ = [
     *"rocm_built shutdown size".split(),
 ]
 T = TypeVar("T")
-layer = Layer("Horovod")
+layer = Layer("Horovod", "horovod", "horovod.torch")
 PATIENCE = 5.0  # seconds that rank 0 waits for the others before it leaves
 NO_MPI = "Horovod has not been built with MPI support"
 

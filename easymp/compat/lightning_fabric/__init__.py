@@ -18,7 +18,7 @@ from torch import Tensor
 from ...base.pytree import send_to_device
 from ...distributed import read_ranks
 from ...logging import get_logger
-from ..layer import by_name, submodules
+from ..layer import by_name
 from .fabric import Fabric, seed_everything
 from .fabric import is_set_up as is_wrapped
 from .strategies import DDPStrategy, FSDPStrategy, Strategy, layer
@@ -174,35 +174,18 @@ RANK_ZERO = {
     "rank_zero_info": rank_zero_only(get_logger(__name__).info),
     "rank_zero_warn": rank_zero_only(warnings.warn),
 }
-PLAIN = "pass strategy='auto', 'ddp', 'fsdp' or 'dp'"
-SPEED = "use Accelerator.profile, or log_with='console'"
-THROUGHPUT = dict.fromkeys(("Throughput", "ThroughputMonitor", "measure_flops"), SPEED)
-OTHER_STRATEGIES = {
-    "DeepSpeedStrategy": "pass strategy='fsdp', or use easymp.compat.deepspeed",
-    "ModelParallelStrategy": "use easymp.Accelerator(strategy='tensor_parallel')",
-    **dict.fromkeys(("DataParallelStrategy", "ParallelStrategy", "SingleDeviceStrategy"), PLAIN),
-}
-OTHER_LOGGERS = {"Logger": "pass any object with log_metrics(metrics, step)"}
-submodules(
+layer.submodules(
     __name__,
     {
-        "accelerators": "pass accelerator='cpu', 'gpu' or 'auto'",
-        "loggers": by_name(CSVLogger, TensorBoardLogger, absent=OTHER_LOGGERS),
+        "loggers": by_name(CSVLogger, TensorBoardLogger),
         "loggers.csv_logs": by_name(CSVLogger),
         "loggers.tensorboard": by_name(TensorBoardLogger),
-        "plugins": "pass precision='bf16-mixed' and its kind; easymp joins the launcher and writes its own files",
-        "strategies": by_name(DDPStrategy, FSDPStrategy, Strategy, absent=OTHER_STRATEGIES),
-        "utilities": {
-            **RANK_ZERO,
-            "move_data_to_device": send_to_device,
-            "absent": {**THROUGHPUT, "AttributeDict": "use types.SimpleNamespace, or a dict"},
-        },
+        "strategies": by_name(DDPStrategy, FSDPStrategy, Strategy),
+        "utilities": {**RANK_ZERO, "move_data_to_device": send_to_device},
         "utilities.rank_zero": RANK_ZERO,
         "utilities.seed": by_name(seed_everything),
-        "utilities.throughput": {"absent": THROUGHPUT},
+        "utilities.throughput": {},
         "wrappers": {"is_wrapped": is_wrapped},
     },
-    layer,
-    "lightning_fabric",
 )
-__getattr__ = layer.absent("lightning_fabric", {}, lambda: __all__)
+__getattr__ = layer.absent(__name__, lambda: __all__)

@@ -13,7 +13,7 @@ from ...errors import RefusedError, SettingError, nearest
 from ..accelerate.plugins import FullyShardedDataParallelPlugin
 from ..layer import Layer
 
-layer = Layer("Lightning Fabric")
+layer = Layer("Lightning Fabric", "lightning_fabric", "lightning_fabric")
 PRECISIONS = {
     "32": "no",
     "32-true": "no",
