@@ -343,7 +343,7 @@ def wrong_calls(rank, _):
 
 def one_rank_is_missing(reported):
     with started() as (rank, _):
-        hvd.basics.running().world.timeout = 1.0
+        hvd.mpi_ops.running().world.timeout = 1.0
         if rank == 0:
             with pytest.raises(hvd.HorovodInternalError, match="lonely: not every rank asked for") as caught:
                 hvd.allreduce(torch.ones(1), name="lonely")
@@ -380,7 +380,7 @@ def test_a_rank_that_fails_is_heard_of_at_once(ranks, failing_rank):
 
 def forked(_, size):
     """A child that ends is not this rank: it speaks over its parent's connections."""
-    world = hvd.basics.running().world
+    world = hvd.mpi_ops.running().world
     child = os.fork()
     if not child:
         hvd.shutdown()

@@ -132,7 +132,7 @@ def adopt(acc: accelerator.Accelerator, items: Sequence[Any], replaces: bool = F
         prepared.stepped_by.pop(parameter, None)
 
 
-class Accelerator(AllProcesses, accelerator.Accelerator):
+class Accelerator(accelerator.Accelerator, AllProcesses):
     """`easymp.Accelerator` for scripts of Accelerate. `options` are easymp's further arguments and settings."""
 
     def __init__(
@@ -527,18 +527,10 @@ class Accelerator(AllProcesses, accelerator.Accelerator):
     use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
     is_fsdp2 = property(lambda self: self.distributed_type == "FSDP")
 
-    @property
-    def even_batches(self) -> bool:
-        """Whether ranks get equally many batches; libraries set it around the preparation of a loader."""
-        return self._loading.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self._loading.even_batches = even
-
-    @property
-    def _sharded(self) -> bool:
-        return self._prepared.strategy.sharded
+    # Libraries set it around the preparation of a loader.
+    even_batches = property(
+        lambda self: self._loading.even_batches, lambda self, even: setattr(self._loading, "even_batches", even)
+    )
 
     # -- what libraries ask
 

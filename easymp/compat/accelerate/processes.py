@@ -84,11 +84,7 @@ def handlers_by_class(kwargs_handlers: Sequence[Any] | None) -> dict[type, Any]:
 class AllProcesses(Processes):
     """Process control with all of Accelerate's names."""
 
-    @property
-    def _sharded(self) -> bool:
-        """Whether the run's strategy shards models; False without a run."""
-        return False
-
+    _sharded = property(lambda self: False)  # whether the run's strategy shards models
     is_last_process = property(lambda self: self._world.rank == self._world.size - 1)
     use_distributed = property(lambda self: self._world.size > 1)
 
@@ -164,9 +160,7 @@ class AcceleratorState(View, AllProcesses):
 
     plan = property(lambda self: self._run.plan)
 
-    @property
-    def _sharded(self) -> bool:
-        return STRATEGIES[self.plan.strategy.value].sharded
+    _sharded = property(lambda self: STRATEGIES[self.plan.strategy.value].sharded)
 
     @property
     def mixed_precision(self) -> PrecisionName:
@@ -190,19 +184,12 @@ class GradientState(View):
     def __init__(self, window: UpdateWindow | None = None) -> None:
         self._window = window if window is not None else newest_run("GradientState").window
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its window; a script that counts micro-steps itself sets it."""
-        return self._window.sync
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync: bool) -> None:
-        self._window.sync = sync
-
     def _set_sync_gradients(self, sync: bool) -> None:
-        """As the setter; transformers' Trainer calls it."""
+        """Set `sync_gradients`, as transformers' Trainer does."""
         self._window.sync = sync
 
+    # Whether the current micro-step ends its window; a script that counts micro-steps itself sets it.
+    sync_gradients = property(lambda self: self._window.sync, _set_sync_gradients)
     num_steps = property(lambda self: self._window.accumulation)
     sync_with_dataloader = property(lambda self: self._window.end_with_loader)
     active_dataloader = property(lambda self: self._window.reading)  # the innermost loop's; None outside of loops

@@ -27,18 +27,16 @@ from ...base.pytree import map_leaves
 from ...checkpoint import torch_files
 from ...checkpoint.export import convert, read_weights
 from ...checkpoint.weights import load_weights
-from ...distributed import World, locate, read_ranks
+from ...distributed import read_ranks
 from ...errors import RefusedError
 from ...logging import get_logger
-from ...training.state import accelerators, current_world
+from ...training.state import accelerators, close_runs, current_world
 from ..layer import device_of
 from .config import Content, check_keys, layer, read_content
 
 logger = get_logger("easymp.compat.deepspeed.utils")
 
 # -- comm; its other names are those of torch.distributed
-
-_world: World | None = None
 
 
 def init_distributed(
@@ -47,16 +45,12 @@ def init_distributed(
     config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
     """Join the processes that a launcher announced, or make a group of one; by NCCL on GPUs, and gloo elsewhere."""
-    global _world
     if init_method or rank >= 0 or world_size > 0:
         raise RefusedError("init_distributed(init_method=…, rank=…, world_size=…): the launcher says them")
     if dist.is_initialized() or dist_init_required is False:
         return
-    ranks = read_ranks()
-    if ranks.announced:
-        seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
-        ranks = locate(ranks, seconds)
-        _world = World(ranks, device_of(ranks), seconds)
+    if read_ranks().announced:
+        current_world(timeout=timeout.total_seconds() if hasattr(timeout, "total_seconds") else None)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
@@ -78,11 +72,9 @@ def get_local_rank() -> int:
 
 def destroy_process_group(group: Any = None) -> None:
     """Leave the group."""
-    global _world
-    if _world is not None and group is None:
-        _world.close()
-        _world = None
-    elif dist.is_initialized():
+    if group is None:
+        close_runs(lambda run: True)
+    if dist.is_initialized():
         dist.destroy_process_group(group)
 
 

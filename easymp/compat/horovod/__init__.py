@@ -5,13 +5,13 @@ ranks may ask in different orders; gradients travel while backward runs. Not her
 ``hvd.elastic``.
 """
 
-# ruff: noqa: F401 (names of __all__)
 from __future__ import annotations
 
 from ...nn import SyncBatchNorm
-from . import mpi_ops, optimizer
-from .basics import layer
+from ..layer import by_name
+from . import mpi_ops
 from .mpi_ops import *  # noqa: F403
+from .mpi_ops import FP16Compressor, NoneCompressor, layer
 from .optimizer import (
     DistributedOptimizer,
     allgather_object,
@@ -20,17 +20,14 @@ from .optimizer import (
     broadcast_parameters,
 )
 
-_functions = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters".split()
-_compressors = "Compression FP16Compressor NoneCompressor".split()
-__all__ = [*mpi_ops.__all__, *_functions, "DistributedOptimizer", "SyncBatchNorm"]
-
+FUNCTIONS = by_name(allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters)
+__all__ = [*mpi_ops.__all__, *FUNCTIONS, "DistributedOptimizer", "SyncBatchNorm"]
 layer.submodules(
     __name__,
     {
-        "functions": {name: vars(optimizer)[name] for name in _functions},
-        "compression": {**{name: vars(mpi_ops)[name] for name in _compressors}, "Compressor": mpi_ops.NoneCompressor},
-        "sync_batch_norm": {"SyncBatchNorm": SyncBatchNorm},
+        "functions": FUNCTIONS,
+        "compression": by_name(mpi_ops.Compression, FP16Compressor, NoneCompressor, Compressor=NoneCompressor),
+        "sync_batch_norm": by_name(SyncBatchNorm),
     },
 )
-vars(mpi_ops)["__getattr__"] = layer.absent(mpi_ops.__name__, lambda: mpi_ops.__all__)
 __getattr__ = layer.absent(__name__, lambda: __all__)

@@ -15,17 +15,21 @@ from torch import Tensor
 
 from ...base.pytree import map_leaves
 from ...errors import RefusedError, SettingError
-from .basics import ProcessSet, global_process_set, layer, rank, running
 from .engine import HorovodInternalError, Op
 from .mpi_ops import (
     Adasum,
     Average,
     Compression,
+    ProcessSet,
     Sum,
     allgather,
     allreduce,
     allreduce_async_,
     broadcast_async_,
+    global_process_set,
+    layer,
+    rank,
+    running,
     sparse_allreduce_async,
     synchronize,
 )

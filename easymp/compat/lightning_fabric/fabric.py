@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 import weakref
@@ -10,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from torch.utils.data.sampler import SequentialSampler
@@ -22,18 +26,21 @@ from torch.utils.data.sampler import SequentialSampler
 from ... import launcher
 from ...accelerator import Accelerator
 from ...base import env
-from ...base.pytree import recursively_apply, send_to_device
+from ...base.pytree import map_leaves, recursively_apply, send_to_device
 from ...base.rng import mix, seed_host, set_seed
+from ...checkpoint.export import get_state_dict, read_object, write_object
+from ...checkpoint.ranks import run_on_rank_0
+from ...checkpoint.weights import in_memory, load_source, open_source
 from ...distributed import read_ranks
 from ...errors import NonfiniteError, RefusedError, SettingError, StepError
 from ...launcher.entrypoints import notebook_launcher
 from ...optim import PreparedOptimizer
+from ...optim.torch_step import parameters_of
 from ...settings import resolve
 from ...training.prepare import PrepareOptions
 from ...training.wrapper import routed
 from ..accelerate.accelerator import adopt
 from ..layer import plain_steps_on_cpu, unless_set
-from .checkpoints import Checkpoints
 from .strategies import (
     FORKED,
     PRECISIONS,
@@ -47,6 +54,8 @@ from .strategies import (
 )
 
 UNSPREAD = ("auto", "single", "data_parallel")  # strategies of which one process joins no group
+StrPath = str | os.PathLike[str]
+Filter = Mapping[str, Callable[[str, Any], bool]]
 SEED, SEED_WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"  # Lightning's variables
 
 
@@ -178,7 +187,7 @@ def seed_worker(rank: int, worker: int) -> None:
 # -- the Fabric ------------------------------------------------------------------------------------------------------
 
 
-class Fabric(Checkpoints):
+class Fabric:
     """Fabric's methods on an Accelerator, which is made by `launch`, or at the first use."""
 
     def __init__(
@@ -270,7 +279,7 @@ class Fabric(Checkpoints):
     # -- models, optimizers and loaders
 
     def setup(
-        self, module: nn.Module, *optimizers: torch.optim.Optimizer, scheduler: Any = None, move_to_device: bool = True,
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:  # fmt: skip
         """The model, or a tuple of it, its optimizers and the scheduler, for this run."""
@@ -285,7 +294,7 @@ class Fabric(Checkpoints):
         """The model, for this run."""
         return self._set_up_module("setup_module", module, move_to_device)
 
-    def setup_optimizers(self, *optimizers: torch.optim.Optimizer) -> Any:
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """One or several optimizers; under a strategy that shards weights, of models that were set up before."""
         if not optimizers:
             raise ValueError("`setup_optimizers` requires at least one optimizer as input")
@@ -305,7 +314,7 @@ class Fabric(Checkpoints):
             view.dtype = property(lambda self: _first_parameter(self).dtype)
         return model  # type: ignore[no-any-return]  # a module
 
-    def _set_up_optimizer(self, method: str, optimizer: torch.optim.Optimizer) -> Any:
+    def _set_up_optimizer(self, method: str, optimizer: Optimizer) -> Any:
         if is_set_up(optimizer):
             raise ValueError(f"An optimizer should be passed only once to the `{method}` method: use what it returned")
         adopt(self.easymp, [optimizer], replaces=True)
@@ -441,6 +450,76 @@ class Fabric(Checkpoints):
         """Rank 0 runs the block before the others; with `local` that of each node."""
         return self.easymp.local_main_process_first() if local else self.easymp.main_process_first()
 
+    # -- files of torch.save or safetensors, with whole states, also where weights are shards
+
+    def save(self, path: StrPath, state: Mapping[str, Any], filter: Filter | None = None) -> None:
+        """Save models, optimizers, other objects with a state_dict, and values by name; all ranks call it."""
+        _check_state(state)
+        filter = {} if filter is None else filter
+        if not isinstance(filter, Mapping):
+            raise TypeError(f"Filter should be a dictionary, given {filter!r}")
+        if unknown := set(filter) - set(state):
+            raise ValueError(f"The filter keys {sorted(unknown)} are not present in the state keys {sorted(state)}")
+        for key, predicate in filter.items():
+            if not callable(predicate):
+                raise TypeError(f"Expected `filter` of save for key {key!r} to be a callable, given {predicate!r}")
+        contents = {key: self._whole_state(item) for key, item in state.items()}
+        for key, predicate in filter.items():
+            contents[key] = {name: value for name, value in contents[key].items() if predicate(name, value)}
+        run_on_rank_0(self.easymp._world, lambda: write_object(contents, Path(path)))
+
+    def load(
+        self, path: StrPath, state: dict[str, Any] | None = None, strict: bool = True, *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Load what `save` wrote into `state`; returns the values that it does not name. All ranks call it."""
+        state = {} if state is None else state
+        _check_state(state)
+        contents = _read(path)
+        for key, item in state.items():
+            if key not in contents and strict:
+                raise KeyError(f"{os.fspath(path)} has no {key!r}: it has {', '.join(contents)}")
+            if key not in contents:
+                continue
+            value = contents.pop(key)
+            if isinstance(item, nn.Module) and self._is_sharded(item):
+                load_source(item, in_memory("this checkpoint", value), strict=strict, dtype="live")
+            elif isinstance(item, nn.Module):
+                item.load_state_dict(value, strict=strict)
+            elif _is_stateful(item):
+                item.load_state_dict(_as_shards(value, item) if isinstance(item, Optimizer) else value)
+            else:
+                state[key] = value
+        return contents
+
+    def load_raw(
+        self, path: StrPath, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Load weights of safetensors, a checkpoint, or a plain state dict of torch.save into a model."""
+        if isinstance(obj, nn.Module):
+            load_source(obj, open_source(path, trust=True), strict=strict, dtype="live")
+        else:
+            obj.load_state_dict(_as_shards(_read(path), obj))
+
+    def _is_sharded(self, item: Any) -> bool:
+        return isinstance(item, nn.Module) and self.easymp._sharded and hasattr(type(item), "_easymp_route")
+
+    def _whole_state(self, item: Any) -> Any:
+        """The state dict of an object that has one, with whole tensors, else the object."""
+        if not _is_stateful(item):
+            return item
+        if self._is_sharded(item):
+            return get_state_dict(self.easymp._world, item)
+
+        def whole(leaf: Any) -> Any:
+            full_tensor = getattr(leaf, "full_tensor", None)
+            if full_tensor is None:
+                return leaf
+            tensor = full_tensor()  # a collective
+            return tensor.cpu() if self.easymp.is_main_process else None
+
+        return map_leaves(whole, item.state_dict()) if isinstance(item, Optimizer) else item.state_dict()
+
     # -- callbacks and loggers
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -491,3 +570,34 @@ def _on_numbers(function: Callable[[Tensor], Tensor], data: Any, device: torch.d
         return function(torch.as_tensor(leaf, device=device))
 
     return recursively_apply(on_device, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise SettingError(f"state is a {type(state).__name__}: pass a dict, as in {{'model': model}}")
+
+
+def _is_stateful(item: Any) -> bool:
+    """Whether `save` keeps an object by its state dict: a scheduler, a metric, a model."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _as_shards(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's `state` with tensors that are sharded as its parameters are."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    by_index = dict(state["state"])
+    for index, parameter in zip(indices, parameters_of(optimizer)):
+        if index in by_index and isinstance(parameter, DTensor):
+            by_index[index] = {
+                name: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for name, value in by_index[index].items()
+            }
+    return {**state, "state": by_index}
+
+
+def _read(path: StrPath) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {os.fspath(path)}")
+    return dict(read_object(Path(path)))
