@@ -406,13 +406,15 @@ def test_refusals(monkeypatch):
             debug_launcher(print)
     with pytest.raises(SettingError, match="is not a port"):
         notebook_launcher(print, num_processes=2, use_port="http")
-    conf = {"timeout": 10, "join_timeout": 20}
     for name, value in (
-        *(("rdzv_backend", "etcd"), ("rdzv_conf", {"rank": 1}), ("rdzv_conf", conf), ("rdzv_id", "7")),
-        *(("log_line_prefix_template", "[${rank}]"), ("log_line_prefix_template", "")),
+        *(("num_nodes", 2), ("node_rank", 1), ("master_addr", "a"), ("rdzv_backend", "etcd"), ("rdzv_endpoint", "a:1")),
+        *(("rdzv_conf", {"timeout": 10}), ("rdzv_id", "7"), ("log_line_prefix_template", "")),
     ):
-        with pytest.raises(RefusedError, match=name):
+        with pytest.raises(RefusedError, match=f"{name}=.*easymp launch"):
             notebook_launcher(print, num_processes=2, **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nodes'"):
+        notebook_launcher(print, num_processes=2, nodes=2)
+    assert notebook_launcher(int, num_processes=1, num_nodes=1, rdzv_backend="static") == [0]
     err = python("-c", "from easymp import launch; launch(2)").communicate(timeout=100)[1]
     assert "SettingError" in err and "notebook_launcher" in err
 

@@ -31,7 +31,7 @@ class Layer:
     def __init__(self, name: str, folder: str, original: str) -> None:
         self.name, self.package, self.original = name, f"{__package__}.{folder}", original
         table = REFUSED.get(folder, {})
-        self.instead = by_word(table.get("names", {}))
+        self.instead, self.members = by_word(table.get("names", {})), by_word(table.get("members", {}))
         for address, reason in by_word(table.get("modules", {})).items():
             sentence = f"{original}.{address} is not part of easymp.compat: {reason}"
             RefusedModules.sentences[f"{self.package}.{address}"] = sentence

@@ -25,7 +25,7 @@ from ..base.lazy import modules_at_first_use
 from ..errors import RefusedError, SettingError, WorldError, check_whole
 from ..registry import PrecisionName
 from . import worker
-from .rendezvous import WAIT, RendezvousConfig, find_nodes, read_address
+from .rendezvous import WAIT, RendezvousConfig, find_nodes
 from .worker import RESTART, signal_name
 
 if TYPE_CHECKING:
@@ -36,6 +36,18 @@ modules_at_first_use(globals(), "agent")
 
 R = TypeVar("R")
 GRACE = 30.0  # seconds
+# Further options of the notebook_launcher of Accelerate, which are for several machines or torchrun, with its defaults.
+OTHER_OPTIONS = {
+    "master_addr": "127.0.0.1",
+    "node_rank": 0,
+    "num_nodes": 1,
+    "rdzv_backend": "static",
+    "rdzv_endpoint": "",
+    "rdzv_conf": None,
+    "rdzv_id": "none",
+    "monitor_interval": 0.1,
+    "log_line_prefix_template": None,
+}
 
 
 def launch_script(
@@ -137,16 +149,9 @@ def notebook_launcher(
     num_processes: int | None = None,
     mixed_precision: PrecisionName | None = None,
     use_port: int | str | None = None,
-    master_addr: str = "127.0.0.1",
-    node_rank: int = 0,
-    num_nodes: int = 1,
-    rdzv_backend: str = "static",
-    rdzv_endpoint: str = "",
-    rdzv_conf: Mapping[str, Any] | None = None,
-    rdzv_id: str = "none",
+    *,
     max_restarts: int = 0,
-    monitor_interval: float = 0.1,
-    log_line_prefix_template: str | None = None,
+    **options: Any,
 ) -> list[R | None]:
     """Run ``function(*args)`` on several processes of this machine, from a notebook or a script.
 
@@ -155,31 +160,22 @@ def notebook_launcher(
     Args:
         function: any function, also one defined in a cell.
         args: its arguments.
-        num_processes: how many on this node; None takes one an accelerator, or 1 without any. With one process (on one
-            node) the function is called directly.
+        num_processes: how many; None takes one an accelerator, or 1 without any. With one process the function is
+            called directly.
         mixed_precision: setting for the Accelerators made in the function; None leaves it to them.
-        use_port: where the ranks meet; None finds a free port. Several machines need it.
-        master_addr: address of node 0; each of several machines runs this call.
-        node_rank: this node's number.
-        num_nodes: how many machines take part.
-        rdzv_backend: "static" or "c10d", which here are the same.
-        rdzv_endpoint: ``"host:port"`` of node 0, in place of `master_addr` and `use_port`.
-        rdzv_conf: ``{"timeout": seconds}`` that the nodes wait for one another (or "join_timeout"), and nothing else.
-        rdzv_id: refused.
+        use_port: where the ranks meet; None finds a free port.
         max_restarts: how often all processes are started again after one failed.
-        monitor_interval: seconds between looks at the processes.
-        log_line_prefix_template: refused.
+        options: Accelerate's further options, with its defaults; other values are refused.
 
     Returns:
-        What the function returned on this node's ranks, in rank order; None, with a line on stderr, for a value that
-        cannot be sent to another process.
+        What the function returned, in rank order; None, with a line on stderr, for a value that cannot be sent to
+        another process.
 
     Raises:
-        RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no
-            counterpart here.
-        SettingError: an impossible number of processes or nodes, or no possible port or address.
-        WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own
-            traceback.
+        RefusedError: CUDA is initialised in this process already, a process group is running, or several machines are
+            to take part.
+        SettingError: an impossible number of processes, or no possible port.
+        WorldError: a rank failed; the message ends with the first failing rank's own traceback.
         KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
 
     Example:
@@ -189,32 +185,25 @@ def notebook_launcher(
         >>> notebook_launcher(train, (0.1,), num_processes=2)
         [(0, 0.1), (1, 0.1)]
     """
-    processes, conf = _check_processes(num_processes, max_restarts), rdzv_conf or {}
-    unknown = set(conf) - {"timeout", "join_timeout"}
-    refusals = {
-        f"rdzv_backend={rdzv_backend!r}: nodes meet at node 0": rdzv_backend not in ("static", "c10d"),
-        f"rdzv_conf has {min(unknown, default='')!r}: it takes 'timeout' only": unknown,
-        f"rdzv_conf={conf!r} has two timeouts, and there is one wait": len(set(conf.values())) > 1,
-        f"rdzv_id={rdzv_id!r}: runs differ by node 0's port, use_port": rdzv_id != "none",
-        "log_line_prefix_template: ranks write to this process's output": log_line_prefix_template is not None,
-    }
-    for refusal, applies in refusals.items():
-        if applies:
-            raise RefusedError(f"notebook_launcher cannot honour {refusal}. Leave it out")
+    processes = _check_processes(num_processes, max_restarts)
+    for name, value in options.items():
+        if name not in OTHER_OPTIONS:
+            raise TypeError(f"notebook_launcher() got an unexpected keyword argument {name!r}")
+        if value != OTHER_OPTIONS[name]:
+            raise RefusedError(
+                f"notebook_launcher({name}={value!r}) is not honoured: it starts processes of this machine only. Leave "
+                "it out, or put the function into a script for `easymp launch`, which has --nodes and --main-address"
+            )
     port = None
-    if rdzv_endpoint:
-        master_addr, port = read_address(rdzv_endpoint)
-    elif use_port is not None:
+    if use_port is not None:
         port = int(use_port) if str(use_port).isdecimal() else 0
         if not 0 < port < 65536:
             raise SettingError(f"use_port={use_port!r} is not a port: use a number from 1 to 65535")
-    wait = float(next(iter(conf.values()), WAIT))
-    config = RendezvousConfig(num_nodes, node_rank, master_addr, port, wait=wait)
     variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
-    if processes == 1 and num_nodes == 1:
+    if processes == 1:
         with env.override(**variables):
             return [function(*args)]
-    return _run_function(function, args, processes, config, variables, max_restarts, monitor_interval)
+    return _run_function(function, args, processes, RendezvousConfig(port=port), variables, max_restarts)
 
 
 def debug_launcher(function: Callable[..., R], args: Sequence[Any] = (), num_processes: int = 2) -> list[R | None]:
@@ -236,9 +225,7 @@ def debug_launcher(function: Callable[..., R], args: Sequence[Any] = (), num_pro
         [1, 2]
     """
     processes, variables = _check_processes(num_processes), {"EASYMP_CPU": "1"}
-    return _run_function(
-        function, args, processes, RendezvousConfig(), variables, max_restarts=0, monitor_interval=0.05
-    )
+    return _run_function(function, args, processes, RendezvousConfig(), variables, max_restarts=0)
 
 
 # -- checks
@@ -285,7 +272,6 @@ def _run_function(
     config: RendezvousConfig,
     variables: Mapping[str, str],
     max_restarts: int,
-    monitor_interval: float,
 ) -> list[R | None]:
     """Run a function in forked processes. Return its results in rank order."""
     import torch
@@ -307,7 +293,7 @@ def _run_function(
             processes,
             config=config,
             max_restarts=max_restarts,
-            monitor_interval=monitor_interval,
+            monitor_interval=0.05,
             threads=1,
             # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
             variables={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables},

@@ -21,7 +21,7 @@ import torch
 
 import easymp.compat.accelerate as compat
 from easymp import RefusedError
-from easymp.compat.accelerate.plugins import MEMBERS, layer
+from easymp.compat.accelerate.plugins import layer
 
 TABLE = tomllib.loads(Path(__file__).with_name("accelerate_names.toml").read_text())
 MODULES = [section for section in TABLE if section.rpartition(".")[2].islower()]
@@ -147,7 +147,7 @@ def wrong_in_module(module, name, theirs, expected):
 def wrong_in_class(kind, name, theirs, expected):
     value = inspect.getattr_static(kind, name, inspect)
     if value is inspect:
-        is_absent = expected.startswith(ABSENT) or (expected == REFUSED and name in MEMBERS)
+        is_absent = expected.startswith(ABSENT) or (expected == REFUSED and name in layer.members)
         return "" if is_absent else f"{kind.__name__} has no {name}"
     ours = repr(value.value) if isinstance(value, enum.Enum) else signature(value)
     actual = f"is {ours}" if isinstance(value, enum.Enum) and ours != theirs else difference(ours, theirs)
@@ -167,7 +167,7 @@ def test_what_the_table_says_is_so(section):
 
 def test_refused_members_say_what_to_write():
     with compat.Accelerator(cpu=True) as acc:
-        for name, instead in MEMBERS.items():
+        for name, instead in layer.members.items():
             with pytest.raises(AttributeError, match="Accelerator has no") as raised:
                 getattr(acc, name)
             assert instead in str(raised.value)

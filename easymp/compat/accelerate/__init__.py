@@ -18,7 +18,7 @@ from ...trackers.logbook import on_main_process
 from ...training.state import OPEN_RUNS
 from ..alias import VERSION, install
 from ..layer import by_name
-from . import loaders, plugins, utils
+from . import plugins, utils
 from .accelerator import AcceleratedScheduler, Accelerator
 from .plugins import layer
 from .processes import AcceleratorState, GradientState, PartialState
@@ -29,10 +29,10 @@ NAMES: dict[str, Any] = {
     **utils.NAMES,
     **by_name(AcceleratedScheduler, Accelerator, AcceleratorState, GradientState, LocalSGD, PartialState),
     **by_name(plugins.GeneralTracker, on_main_process, debug_launcher, notebook_launcher),
-    **by_name(loaders.SeedableRandomSampler, skip_first_batches),
+    **by_name(plugins.SeedableRandomSampler, skip_first_batches),
     "AcceleratedOptimizer": PreparedOptimizer,
-    "DataLoaderDispatcher": loaders.AcceleratedLoader,
-    "DataLoaderShard": loaders.AcceleratedLoader,
+    "DataLoaderDispatcher": plugins.AcceleratedLoader,
+    "DataLoaderShard": plugins.AcceleratedLoader,
     "is_initialized": lambda: bool(OPEN_RUNS),
 }
 _MODULES = (

@@ -56,8 +56,7 @@ from ...training.collectives import gather_object
 from ...training.prepare import PrepareOptions
 from ...training.state import accelerators
 from ..layer import plain_steps_on_cpu, saving_between_micro_batches, unless_set
-from .loaders import DataLoaderConfiguration, make_loader
-from .plugins import MEMBERS, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer
+from .plugins import DataLoaderConfiguration, FullyShardedDataParallelPlugin, TorchDynamoPlugin, layer, make_loader
 from .processes import AcceleratorState, AllProcesses, GradientState, InitProcessGroupKwargs, handlers_by_class
 from .utils import extract_model_from_parallel
 
@@ -235,7 +234,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
         """What libraries know the lists of prepared objects by; other members of Accelerate's say what to write."""
         if name in ("_optimizers", "_schedulers", "_dataloaders"):
             return getattr(self._prepared, name.replace("data", "").removeprefix("_"))
-        hint = f": {MEMBERS[name]}" if name in MEMBERS else ""
+        hint = f": {layer.members[name]}" if name in layer.members else ""
         raise AttributeError(f"Accelerator has no {name!r}{hint}")
 
     def prepare(  # type: ignore[override]  # takes any objects

@@ -1,22 +1,31 @@
-"""Plugins in the words of easymp, stand-ins for absent classes, checkpoints of one object, trackers and loggers."""
+"""Plugins, loaders, trackers and loggers with Accelerate's defaults, and checkpoints of one object.
+
+Loaders draw Accelerate's random numbers, read one batch ahead as it does, and have its last batches.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from ... import logging
+from ... import logging, options
 from ...checkpoint import folders, load, save
 from ...checkpoint.model_state import ModelState, OptimizerState
+from ...data import PreparedLoader, SkippedLoader, prepare_loader
+from ...data.order import flagged
+from ...distributed import World
 from ...errors import RefusedError, SettingError, StepError, nearest
-from ...options import KwargsHandler
 from ...strategies.fsdp import FSDPOptions, HSDPOptions
 from ...strategies.transforms import CompileOptions
 from ...trackers import logbook
-from ..layer import REFUSED, Layer, by_word
+from ..layer import REFUSED, Layer
 from .processes import PartialState
 
 layer = Layer("Accelerate", "accelerate", "accelerate")
@@ -34,7 +43,6 @@ def stand_in(name: str, instead: str) -> type:
     return type(name, (), {"__new__": refuse, "__doc__": f"Not part of easymp: {instead}.", "__module__": __name__})
 
 
-MEMBERS = by_word(REFUSED["accelerate"]["members"])
 FSDP_PLUGIN = REFUSED["accelerate"]["fsdp_plugin"]
 FIELDS: list[str] = FSDP_PLUGIN["fields"].split()
 # Sharding strategies of torch's FSDP1 (numbers are 1, 2 … in this order): the strategy here, its options, and whether
@@ -107,7 +115,7 @@ def _sharding(strategy: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | Non
 
 
 @dataclass
-class TorchDynamoPlugin(KwargsHandler):
+class TorchDynamoPlugin(options.KwargsHandler):
     """torch.compile in Accelerate's words; `use_regional_compilation` is ``what="blocks"``."""
 
     backend: Any = None
@@ -133,6 +141,83 @@ class TorchDynamoPlugin(KwargsHandler):
             dynamic=self.dynamic,
             options=self.options,
         )
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class DataLoaderConfiguration(options.DataLoaderConfiguration):
+    """`easymp.DataLoaderConfiguration` with Accelerate's defaults for the order of data and for dispatching.
+
+    Attributes:
+        dispatch_batches: rank 0 reads and sends; None does so for iterable data sets.
+        even_batches: for map-style data sets that all ranks read.
+        use_seedable_sampler: shuffle by ``seed + epoch``. False draws as a plain DataLoader.
+    """
+
+    use_seedable_sampler: bool = False
+
+
+class SeedableRandomSampler(RandomSampler):
+    """RandomSampler whose order is that of the seed ``initial_seed + epoch``."""
+
+    epoch = 0
+
+    def __init__(self, sampler: RandomSampler, initial_seed: int) -> None:
+        generator = sampler.generator or torch.Generator()
+        super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples, generator)
+        self.initial_seed = initial_seed
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        return super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class AcceleratedLoader(PreparedLoader):
+    """Prepared loader that reads one batch ahead, as Accelerate does."""
+
+    def _feed(self, skip: int) -> Iterator[Any]:
+        return (batch for batch, _ in flagged(super()._feed(skip)))
+
+
+def make_loader(
+    loader: DataLoader[Any], window: Any, world: World, rank: int, size: int,
+    config: options.DataLoaderConfiguration, seed: int, place: bool = True,
+) -> PreparedLoader:  # fmt: skip
+    """As `easymp.data.prepare_loader`, with Accelerate's numbers."""
+    if isinstance(loader, (PreparedLoader, SkippedLoader)):
+        return loader
+    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    dispatch = (streams and place) if config.dispatch_batches is None else config.dispatch_batches
+    if isinstance(loader, DataLoader) and not streams:
+        _replace_sampler(loader, world, config, own_generator=size > 1 and not dispatch)
+    config = dataclasses.replace(
+        config,
+        use_seedable_sampler=False,  # the sampler itself is seeded
+        dispatch_batches=dispatch,
+        even_batches=config.even_batches or streams or dispatch,
+    )
+    return prepare_loader(
+        loader, window, world, rank, size, config, seed, place, kind=AcceleratedLoader, split_tail=dispatch
+    )
+
+
+def _replace_sampler(
+    loader: DataLoader[Any], world: World, config: options.DataLoaderConfiguration, own_generator: bool
+) -> None:
+    """Make the random sampler of `loader` a seedable one, or give it a generator, in place as Accelerate does."""
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, RandomSampler) and config.use_seedable_sampler:
+        initial_seed = torch.initial_seed() if config.data_seed is None else config.data_seed
+        batches.sampler = SeedableRandomSampler(sampler, world.broadcast_objects([initial_seed])[0])
+    elif own_generator and getattr(sampler, "generator", own_generator) is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        vars(sampler)["generator"] = torch.Generator().manual_seed(seed)
 
 
 # -- checkpoints of one sharded model or optimizer, as libraries write them --------------------------------------------
@@ -211,16 +296,16 @@ class MultiProcessAdapter(logging.RankLogger):
     """easymp's logger, which with `in_order` and ``main_process_only=False`` logs on rank 0, then on rank 1 …"""
 
     def log(  # type: ignore[override]  # Accelerate's keyword
-        self, level: int, msg: object, *args: Any, in_order: bool = False, **options: Any
+        self, level: int, msg: object, *args: Any, in_order: bool = False, **keywords: Any
     ) -> None:
-        options["stacklevel"] = options.get("stacklevel", 1) + 1
-        if not in_order or options.get("main_process_only", True):
-            super().log(level, msg, *args, **options)
+        keywords["stacklevel"] = keywords.get("stacklevel", 1) + 1
+        if not in_order or keywords.get("main_process_only", True):
+            super().log(level, msg, *args, **keywords)
             return
         state = PartialState()
         for rank in range(state.num_processes):
             if rank == state.process_index:
-                super().log(level, msg, *args, **options)
+                super().log(level, msg, *args, **keywords)
             state.wait_for_everyone()
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ...logging import tqdm
 from ...training import collectives, oom
 from ...training.wrapper import unwrap
 from ..layer import REFUSED, by_name
-from . import loaders, plugins
+from . import plugins
 from .plugins import layer
 from .processes import DistributedType, InitProcessGroupKwargs, PartialState, PrecisionType
 
@@ -178,14 +178,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 # -- environment and versions -----------------------------------------------------------------------------------------
 
 
-_COMPARISONS = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
+_COMPARISONS = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -250,7 +243,7 @@ NAMES: dict[str, Any] = {
     **by_name(collectives.pad_across_processes, collectives.reduce, extract_model_from_parallel, init_empty_weights),
     **by_name(is_compiled_module, is_peft_model, set_module_tensor_to_device, set_seed, tqdm, wait_for_everyone),
     **by_name(clear_device_cache, convert_file_size_to_int, find_executable_batch_size, load, oom.release_memory),
-    **by_name(is_bf16_available, is_torch_version, loaders.DataLoaderConfiguration),
+    **by_name(is_bf16_available, is_torch_version, plugins.DataLoaderConfiguration),
     **by_name(DistributedType, InitProcessGroupKwargs, PrecisionType),
     **{name: getattr(options, name) for name in _RECORDS.split()},
     **{name: getattr(plugins, name) for name in _PLUGINS.split()},

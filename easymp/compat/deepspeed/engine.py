@@ -31,7 +31,7 @@ from ...settings import Settings
 from ...training.state import current_world
 from ..layer import saving_between_micro_batches
 from . import optimizers
-from .config import DeepSpeedConfig
+from .config import DeepSpeedConfig, layer
 from .modules import gradient_of, hide_gradients, mark_sharded, reveal_gradients
 
 logger = get_logger(__name__)
@@ -51,19 +51,6 @@ GETTERS = frozenset(
     zero_optimization_partition_gradients zero_cpu_offload optimizer_name optimizer_params scheduler_name
     scheduler_params initial_dynamic_scale dataloader_drop_last""".split()
 )
-# Methods of DeepSpeed's engine that are not here, with what to write instead.
-REFUSED = {
-    "scale": "engine.backward(loss) multiplies by the loss scale",
-    "no_sync": "gradients are summed over gradient_accumulation_steps micro-batches; leave it out",
-    "coalesce_grad_reduction": "engine.backward may be called several times before step(); leave it out",
-    "set_gradient_accumulation_boundary": "call step() after each micro-batch; the last one updates",
-    **dict.fromkeys(
-        ("set_train_batch_size", "set_train_micro_batch_size"),
-        "the configuration says the batch size; make an engine anew for another",
-    ),
-    "allreduce_gradients": "engine.backward averages the gradients; leave it out",
-    "load_module_state_dict": "use engine.module.load_state_dict",
-}
 TESTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")  # DeepSpeed's own list for ZeRO
 NAME_ONE = "name one in the configuration, or pass it to initialize()"
 
@@ -294,8 +281,8 @@ class DeepSpeedEngine(nn.Module):
                 return partial(getattr, self._config, name)
             if hasattr(module := self.__dict__.get("_modules", {}).get("module"), name):
                 return getattr(module, name)
-            if name in REFUSED:
-                raise AttributeError(f"{name} is not part of easymp.compat: {REFUSED[name]}") from None
+            if name in layer.members:
+                raise AttributeError(f"{name} is not part of easymp.compat: {layer.members[name]}") from None
             raise
 
     # -- what scripts change
