@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
@@ -43,9 +43,9 @@ class Layer:
         options = "; ".join(f"{option} ({reason})" for option, reason in reasons.items())
         warnings.warn(f"{self.name}: without effect here: {options}", EasympWarning, stacklevel=3)
 
-    def absent(self, module: str, public: Callable[[], Sequence[str]]) -> AbsentNames:
-        """A ``__getattr__`` for `module`: explains names of the original module that are not among `public`."""
-        return AbsentNames(self, module, public)
+    def absent(self, module: str) -> AbsentNames:
+        """A ``__getattr__`` for `module`: explains names of the original module that are not in its ``__all__``."""
+        return AbsentNames(self, module)
 
     def submodules(self, package: str, table: Mapping[str, Mapping[str, Any] | ModuleType]) -> None:
         """Register modules below `package` where scripts import them.
@@ -57,10 +57,9 @@ class Layer:
             parent, _, leaf = name.rpartition(".")
             vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too
             names = entry if isinstance(entry, Mapping) else {n: vars(entry)[n] for n in entry.__all__}
-            public = sorted(n for n in names if n != "__getattr__")
             module = ModuleType(name, f"``{self.address(name)}``.")
-            vars(module).update(__all__=public, __path__=[], __getattr__=self.absent(name, public.copy))
-            vars(module).update(names)
+            vars(module).update({"__path__": [], "__getattr__": self.absent(name), **names})
+            vars(module)["__all__"] = sorted(n for n in names if n != "__getattr__")
             sys.modules[name] = module
             # A function or class of the same name wins: accelerate.utils.tqdm, apex.parallel.LARC.
             vars(sys.modules[parent]).setdefault(leaf, module)
@@ -80,12 +79,12 @@ class AbsentNames:
 
     layer: Layer
     module: str
-    public: Callable[[], Sequence[str]]
 
     def __call__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        full_name, names, instead = f"{self.module}.{name}", list(self.public()), self.layer.instead.get(name)
+        full_name, instead = f"{self.module}.{name}", self.layer.instead.get(name)
+        names = list(sys.modules[self.module].__all__)
         hint = f": {instead}" if instead else nearest(name, names) or f". Here are {', '.join(names)}"
         absent = f"{self.layer.address(full_name)} is not part of easymp.compat{hint}"
         raise ImportError(RefusedModules.sentences.get(full_name, absent))

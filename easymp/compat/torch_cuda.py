@@ -18,7 +18,7 @@ __all__ = ["amp"]  # noqa: F822 (made below)
 
 layer = Layer("torch.cuda.amp", "torch_cuda", "torch.cuda")
 layer.instead = dict.fromkeys(dir(torch.cuda), "all but amp is torch's own: import it from torch.cuda")
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
 
 
 def device_type() -> str:

@@ -49,4 +49,4 @@ _PUBLIC = (
 )
 globals().update({name: NAMES[name] for name in _PUBLIC.split()})
 __all__ = [*_PUBLIC.split(), *_MODULES.split(), "install", "logging", "utils"]
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)

@@ -195,14 +195,6 @@ class GradientState(View):
     active_dataloader = property(lambda self: self._window.reading)  # the innermost loop's; None outside of loops
     in_dataloader = property(lambda self: self._window.reading is not None)
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the loader's last one."""
-        loader = self._window.reading
-        return loader is not None and bool(loader.last)
-
-    @property
-    def remainder(self) -> int:
-        """`remainder` of the loader that is being read; -1 while none is read."""
-        loader = self._window.reading
-        return -1 if loader is None else loader.remainder
+    # Whether the batch at hand is the loader's last one; and the `remainder` of the loader, -1 outside of loops.
+    end_of_dataloader = property(lambda self: bool(getattr(self._window.reading, "last", False)))
+    remainder = property(lambda self: getattr(self._window.reading, "remainder", -1))

@@ -264,4 +264,4 @@ _MODULES = (
     "other random tqdm versions bnb"
 )
 layer.submodules(__name__, dict.fromkeys(_MODULES.split(), NAMES))
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)

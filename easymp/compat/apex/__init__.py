@@ -46,4 +46,4 @@ layer.submodules(
         "parallel.sync_batchnorm": by_name(parallel.SyncBatchNorm),
     },
 )
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)

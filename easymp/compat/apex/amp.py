@@ -582,4 +582,4 @@ layer.submodules(
         "scaler": by_name(LossScaler),
     },
 )
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)

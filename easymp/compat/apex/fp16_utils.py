@@ -17,7 +17,7 @@ __all__ = [
     "to_python_float", "tofp16",
 ]  # fmt: skip
 
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 

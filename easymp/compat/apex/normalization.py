@@ -16,7 +16,7 @@ __all__ = [
     "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]  # fmt: skip
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
 
 Shape = int | Sequence[int]
 

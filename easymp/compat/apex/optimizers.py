@@ -22,7 +22,7 @@ from .amp import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
 REQUIRED: Any = required  # torch's mark of an argument without a default
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
 
 
 class _ApexOptimizer(OwnOptimizer):

@@ -24,7 +24,7 @@ __all__ = [
     "LARC", "DistributedDataParallel", "ReduceOp", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
     "create_syncbn_process_group",
 ]  # fmt: skip
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
 ReduceOp = dist.ReduceOp
 LAYOUT = "channels are dimension 1, and model.to(memory_format=torch.channels_last) has torch's layout for it"
 

@@ -106,4 +106,4 @@ layer.submodules(__name__, MODULES)
 DeepSpeedConfigError = SettingError
 __version__ = PACKAGES["deepspeed"][0]  # for scripts that ask
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in PACKAGES["deepspeed"][0].split("."))
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)

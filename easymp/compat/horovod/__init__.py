@@ -30,4 +30,4 @@ layer.submodules(
         "sync_batch_norm": by_name(SyncBatchNorm),
     },
 )
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)

@@ -44,7 +44,7 @@ __all__ = [
 T = TypeVar("T")
 Average, Sum, Adasum, Min, Max, Product = Op
 layer = Layer("Horovod", "horovod", "horovod.torch")
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
 PATIENCE = 5.0  # seconds that rank 0 waits for the others before it leaves
 NO_MPI = "Horovod has not been built with MPI support"
 

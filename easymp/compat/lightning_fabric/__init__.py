@@ -188,4 +188,4 @@ layer.submodules(
         "wrappers": {"is_wrapped": is_wrapped},
     },
 )
-__getattr__ = layer.absent(__name__, lambda: __all__)
+__getattr__ = layer.absent(__name__)
