@@ -47,16 +47,12 @@ class Layer:
         """A ``__getattr__`` for `module`: explains names of the original module that are not in its ``__all__``."""
         return AbsentNames(self, module)
 
-    def submodules(self, package: str, table: Mapping[str, Mapping[str, Any] | ModuleType]) -> None:
-        """Register modules below `package` where scripts import them.
-
-        `table` has, by address, the module's names, or a module of ours. ``__getattr__`` may be one of the names.
-        """
-        for address, entry in table.items():
+    def submodules(self, package: str, table: Mapping[str, Mapping[str, Any]]) -> None:
+        """Register modules below `package` where scripts import them: by address their names, or a ``__getattr__``."""
+        for address, names in table.items():
             name = f"{package}.{address}"
             parent, _, leaf = name.rpartition(".")
             vars(sys.modules[parent]).setdefault("__path__", [])  # a file may have modules below it, too
-            names = entry if isinstance(entry, Mapping) else {n: vars(entry)[n] for n in entry.__all__}
             module = ModuleType(name, f"``{self.address(name)}``.")
             vars(module).update({"__path__": [], "__getattr__": self.absent(name), **names})
             vars(module)["__all__"] = sorted(n for n in names if n != "__getattr__")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..layer import by_name
-from . import amp, fp16_utils, normalization, optimizers, parallel
+from . import amp, modules, optimizers, parallel
 from .amp import ApexError, layer
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
@@ -32,13 +32,17 @@ class MultiTensorApply:
 
 
 APPLY = {"MultiTensorApply": MultiTensorApply, "multi_tensor_applier": MultiTensorApply(2048 * 32)}
+FP16_UTILS = {name: getattr(modules, name) for name in modules.FP16_UTILS}
+NORMALIZATION = {name: getattr(modules, name) for name in modules.NORMALIZATION}
 layer.submodules(
     __name__,
     {
-        "fp16_utils.fp16util": fp16_utils,
+        "fp16_utils": FP16_UTILS,
+        "fp16_utils.fp16util": FP16_UTILS,
         "multi_tensor_apply": APPLY,
         "multi_tensor_apply.multi_tensor_apply": APPLY,
-        "normalization.fused_layer_norm": normalization,
+        "normalization": NORMALIZATION,
+        "normalization.fused_layer_norm": NORMALIZATION,
         **{f"optimizers.fused_{file}": {name: getattr(optimizers, name)} for name, file in OPTIMIZER_FILES.items()},
         "parallel.LARC": by_name(parallel.LARC),
         "parallel.distributed": by_name(parallel.DistributedDataParallel, parallel.Reducer),

@@ -414,10 +414,7 @@ class Fabric:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object."""
-        objects = [obj]
-        if self.world_size > 1:
-            self.easymp._world.broadcast_objects(objects, src)
-        return objects[0]
+        return self.easymp._world.broadcast_objects([obj], src)[0]
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Each tensor or number of `data` from all ranks, in a new first dimension; as it is without a group."""
