@@ -45,7 +45,9 @@ PEER_SIGNS = (
 )  # fmt: skip
 # A torch without CUDA has the first alone. Without "_json" they also give the lines of the calls.
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-LIBRARIES = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))  # easymp and Python
+# easymp, Python, and code without a file.
+LIBRARIES = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent), "<")
+PACKAGES = ("site-packages", "dist-packages")  # the latter on Debian
 
 
 def with_timeout(call: Callable[[], T], seconds: float) -> T:
@@ -358,7 +360,7 @@ def recorder_entries(active_only: bool = False, with_lines: bool = False) -> Ite
 
 def is_script(file: str) -> bool:
     """Whether a file is the user's, and not of easymp, Python or a package."""
-    return "site-packages" not in file and not file.startswith(LIBRARIES)
+    return not file.startswith(LIBRARIES) and not any(folder in file for folder in PACKAGES)
 
 
 def last_collective() -> str:

@@ -28,6 +28,7 @@ KEPT = (
     "save_state() keeps what prepare() and accelerator.register_for_checkpointing() were given. The latter takes "
     "objects with state_dict and load_state_dict."
 )
+SAMPLER = "Checkpoints keep no sampler of the script: let it draw from a seed and the epoch, in set_epoch(epoch)."
 LOOP = "Loop by `for epoch in accelerator.epochs(n)` over loaders that were passed to prepare()."
 # Groups of an update's state, those that explain others first, each with a remedy.
 REMEDIES = {
@@ -157,7 +158,12 @@ class Kills:
             saved = start.events("loaded", "saving")
             head = f"after kill {len(self._kills)} the script goes on from update {start.begin}"
             if start.code:
-                raise Verdict(FAILED, f"{head if number > 1 else 'another run ends'}, and fails: {start.why}")
+                if number == 1:
+                    raise Verdict(FAILED, f"another run ends, and fails: {start.why}")
+                changed = self._changed_in_loaders(start)
+                clauses = [head, *(f"with another {name}" for name in changed), f"and fails: {start.why}"]
+                hints = [SAMPLER] if changed else []
+                raise Verdict(FAILED, ", ".join(clauses), *hints)
             if has_checkpoint and start.steps[0] and not start.events("loaded"):
                 reason = "the script begins anew though there is a checkpoint"
                 raise Verdict(NOT_COMPARED, reason, "Call accelerator.resume() after prepare().")
@@ -228,7 +234,7 @@ class Kills:
                 update, last = key[0], self._reference.updates
                 if key not in self._reference.steps[rank]:
                     reason = f"{head}, and makes update {update}, though the uninterrupted run ended after {last}"
-                    raise Verdict(DIFFERS, reason, LOOP)
+                    raise Verdict(DIFFERS, reason + self._counter_difference(start), LOOP)
                 groups = differing(steps[key]["state"], self._reference.steps[rank][key]["state"], self._ignored)
                 if is_control:  # which no kill has interrupted
                     for group in ("variables", "objects"):
@@ -243,7 +249,24 @@ class Kills:
                     raise Verdict(DIFFERS, f"{head}, and at update {update} {reason}", *hints)
         if start.code == 0 and start.updates < self._reference.updates:
             reason = f"{head}, and ends after update {start.updates}, and not {self._reference.updates}"
-            raise Verdict(DIFFERS, reason, LOOP)
+            raise Verdict(DIFFERS, reason + self._counter_difference(start), LOOP)
+
+    def _changed_in_loaders(self, start: Start) -> list[str]:
+        """What the loaders of a start that failed hold otherwise than at the same update without a kill."""
+        steps = self._reference.steps[0]
+        state = next((step["state"] for (update, _), step in steps.items() if update > start.updates), {})
+        expected = {**state.get("objects", {}), **state.get("variables", {})}
+        values = {name: value for event in start.events("failed") for name, value in event["loaders"].items()}
+        return [name for name in values if name in expected and values[name] != expected[name]]
+
+    def _counter_difference(self, start: Start) -> str:
+        """A clause about the counter of a loop that is otherwise at the first update of a start; "" for none."""
+        for key, step in list(start.steps[0].items())[:1]:
+            expected = self._reference.steps[0].get(key, step)["state"]
+            for name, (value, other) in differing(step["state"], expected, self._ignored).get("assigned", {}).items():
+                if value[1].isdecimal() and other[1].isdecimal():
+                    return f": at update {key[0]} {name} is {value[1]}, and not {other[1]}"
+        return ""
 
     def _beyond_rounding(self, groups: dict[str, Any], start: Start, key: Key) -> dict[str, Any]:
         """The groups that explain why the mean loss differs by more than rounding, or {}."""

@@ -1,8 +1,8 @@
 """One rank of `easymp prove --kill`: runs the script, writes down its state at each update, and may kill itself.
 
 ``rank-0.jsonl`` … have a line for each event: ``begin``, ``prepared``, ``loaded``, ``saving``, ``step`` (in front of an
-optimizer's step) and ``end``. The state at a step has values by name in each group of `kills.REMEDIES`. A value is a
-checksum with a description.
+optimizer's step), ``failed`` and ``end``. The state at a step has values by name in each group of `kills.REMEDIES`. A
+value is a checksum with a description.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import dis
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import zlib
@@ -30,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import __file__ as easymp_file
 from ...base.dtensor import local
 from ...checkpoint.buffers import as_bytes
 from ...checkpoint.run_state import numbered
 from ...data import PreparedLoader
+from ...distributed.mailbox import is_script
 from ...optim.optimizer import PreparedOptimizer, PreparedScheduler
 from ...optim.sharded import holder_of
 from ...optim.torch_step import IMPLEMENTATION
@@ -48,7 +46,6 @@ LARGEST = 2**20  # elements of a tensor of the script that its checksum reads
 LONGEST = 200  # items of a list that its checksum reads, from either end
 DEEPEST = 6  # levels of the script's objects
 ACCESS = re.compile("(LOAD|STORE)_(?:NAME|FAST|GLOBAL|DEREF)")  # in the names of Python's instructions
-LIBRARIES = ("<", os.path.dirname(easymp_file), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 Value = list[Any]  # a checksum and a description
 Variable = tuple[str, Any, bool]  # a label, the value, and whether it is assigned in each round
 
@@ -56,30 +53,39 @@ Variable = tuple[str, Any, bool]  # a label, the value, and whether it is assign
 class StateRecorder(SingleRunner):
     """Writes the state of each update, and kills this rank where the task says so.
 
-    The task's ``kill`` is None, or names the ``rank``, and the ``event`` at ``updates`` updates or later, ``delay``
-    seconds before the kill. Loaders are set to the ``batches`` of all ranks.
+    The task's ``kill`` is None, or names the ``rank``, and the ``event`` at ``updates`` updates or later. It comes
+    ``delay`` seconds after it, at the latest with the next event. Loaders are set to the ``batches`` of all ranks.
     """
 
     def __init__(self, folder: Path, task: dict[str, Any]) -> None:
         super().__init__(folder, task)
         self._start = time.perf_counter()
+        self._is_dying = False
         self._losses: list[list[str]] = []  # of the running update
         self._samples: dict[str, list[int]] = {}
 
     def run_script(self) -> None:
         os.chdir(self.task["directory"])
         with suppress(Stop):
-            self.play()
+            try:
+                self.play()
+            except Exception:
+                if self.acc is not None:
+                    objects, variables, _ = self._script_state(None)
+                    self._write("failed", loaders={**objects, **variables})
+                raise
         for accelerator in accelerators():
             accelerator.close()
 
     def _write(self, event: str, **facts: Any) -> None:
+        if self._is_dying:
+            self._kill(0.0)
         updates = max((optimizer.updates for optimizer in self.run.prepared.optimizers), default=0)
         line = {"event": event, "at": time.perf_counter() - self._start, "updates": updates, **facts}
         os.write(self._file, json.dumps(line).encode() + b"\n")
         kill = self.task["kill"]
         if kill and (event, self.run.world.rank) == (kill["event"], kill["rank"]) and updates >= kill["updates"]:
-            self.task["kill"] = None
+            self._is_dying = True
             threading.Thread(target=self._kill, args=(kill["delay"],), daemon=True).start()
 
     def _kill(self, delay: float) -> None:
@@ -129,7 +135,7 @@ class StateRecorder(SingleRunner):
 
     def loss(self, loss: Tensor, num_items: Any = None) -> None:
         items = 1 if num_items is None else num_items
-        self._losses.append([float(local(loss).sum()).hex(), float(items).hex()])
+        self._losses.append([float(local(loss.detach()).sum()).hex(), float(items).hex()])
 
     @torch.no_grad()
     def step(self, optimizer: PreparedOptimizer) -> None:
@@ -170,7 +176,11 @@ class StateRecorder(SingleRunner):
             yield "the loss scale", digest(float(self.run.scaler.current_scale))
 
     def _script_state(self, frame: FrameType | None) -> tuple[dict[str, Value], dict[str, Value], dict[str, Value]]:
-        """Objects and plain variables of the script, and those that each round of a loop assigns anew."""
+        """Objects and plain variables of the script, and those that each round of a loop assigns anew.
+
+        Args:
+            frame: the innermost of the script. None: of loaders only.
+        """
         prepared = self.run.prepared
         prepared_objects = [self.acc, *(scheduler.scheduler for scheduler in prepared.schedulers)]
         prepared_objects += [loader._original for loader in prepared.loaders]
@@ -181,14 +191,19 @@ class StateRecorder(SingleRunner):
         variables = list(variables_of(frame))
         for i, loader in enumerate(prepared.loaders):
             for name in ("sampler", "batch_sampler", "dataset"):
-                variables += members(f"the {name} of {numbered('loader', i)}", getattr(loader._original, name))
-        groups: tuple[dict[str, Value], dict[str, Value], dict[str, Value]] = ({}, {}, {})
+                variables += members(f"{numbered('loader', i)}.{name}", getattr(loader._original, name))
+        objects, plain, assigned = dict[str, Value](), dict[str, Value](), dict[str, Value]()
         ignored = {id(item) for item in prepared_objects}
         for label, value, is_assigned in variables:
             if (entry := digest(value, ignored))[0]:
                 is_plain = isinstance(value, (*PLAIN, list, tuple, dict, Tensor)) or type(value).__module__ == "numpy"
-                groups[2 if is_assigned else 1 if is_plain else 0][label] = entry
-        return groups
+                if is_assigned:
+                    assigned[label] = entry
+                elif is_plain:
+                    plain[label] = entry
+                else:
+                    objects[f"{label} ({type(value).__name__})"] = entry
+        return objects, plain, assigned
 
 
 def state_of_modules(models: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, Value]]:
@@ -208,7 +223,7 @@ def variables_of(frame: FrameType | None) -> Iterator[Variable]:
     while frame is not None:
         code, values = frame.f_code, frame.f_locals
         kind = "global" if code.co_name == "<module>" else "local"
-        if not code.co_filename.startswith(LIBRARIES):
+        if is_script(code.co_filename):
             for name, (line, is_assigned) in assignments(code).items():
                 if name in values and not name.startswith("_"):
                     for label, value, _ in members(name, values[name]):
@@ -273,8 +288,6 @@ def content(value: Any, ignored: Collection[int] | None, depth: int = 0) -> Iter
         if part.layout == torch.strided and not part.is_meta:
             part = part if ignored is None else part.flatten()[:: part.numel() // LARGEST + 1]
             yield as_bytes(part.cpu().resolve_conj().resolve_neg().contiguous())
-    elif isinstance(value, random.Random):
-        yield repr(value.getstate()).encode()
     elif isinstance(value, Mapping):
         for i, (key, item) in enumerate(value.items()):
             if parts := list(content(item, ignored, depth + 1)):
@@ -293,7 +306,7 @@ def content(value: Any, ignored: Collection[int] | None, depth: int = 0) -> Iter
 
 def state_of(value: Any) -> Any:
     """The state of an object that PyTorch, NumPy or the script defines; None for others."""
-    for method in ("state_dict", "get_state"):  # get_state: of generators
+    for method in ("state_dict", "get_state", "getstate"):  # the latter two of generators
         if hasattr(value, method):
             return getattr(value, method)()
     if hasattr(value, "bit_generator"):
@@ -305,7 +318,7 @@ def state_of(value: Any) -> Any:
 
 def is_of_script(value: Any) -> bool:
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    return file is not None and not file.startswith(LIBRARIES)
+    return file is not None and is_script(file)
 
 
 if __name__ == "__main__":
