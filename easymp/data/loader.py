@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from ..base.accumulation import UpdateWindow
 from ..distributed.process_group import World
@@ -22,7 +22,7 @@ from ..errors import BatchError, EasympWarning, LengthError
 from ..logging import get_logger
 from ..options import DataLoaderConfiguration
 from .order import Cut, length, size_of
-from .packing import TokenBudget, collate_of, items_of, measure
+from .packing import TokenBudget, items_of, measure, pack
 from .source import Dispatched, MapSource, Source, moved, reads_ahead
 from .stream import StreamSource
 
@@ -557,7 +557,8 @@ def prepare_loader(
         if config.tokens is not None:
             budget = TokenBudget(config.tokens, measure(loader.dataset, config.length, world))
             budget.check()
-            settings |= {"budget": budget, "collate_fn": collate_of(loader.collate_fn)}
+            collate = pack if loader.collate_fn is default_collate else loader.collate_fn
+            settings |= {"budget": budget, "collate_fn": collate}
         source = MapSource(loader, sampler, cut, ranks, world, **settings)
     if dispatch:
         source = Dispatched(source, world, rank, config.use_seedable_sampler)

@@ -6,12 +6,12 @@ and so on. All that has been read is a prefix of the order, so a position resume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from ..base.rng import isolated
 from ..distributed.process_group import World
@@ -80,8 +80,8 @@ class TokenBudget(NamedTuple):
                 "(tokens=): cut such samples, leave them out of the data set, or raise tokens"
             )
 
-    def rounds(self, order: Sequence[int], cut: Cut, start: int = 0) -> Iterator[tuple[list[list[int]], int, int]]:
-        """The samples of each rank, the end of the round in the order, and the number of repeated samples."""
+    def shares(self, order: Sequence[int], cut: Cut, ranks: Collection[int], start: int = 0) -> Iterator[Share]:
+        """The micro-batches of `ranks`, from sample `start` of the order on."""
         n, end = len(order), min(start, len(order))
         while end < n:
             packs: list[list[int]] = []
@@ -97,7 +97,7 @@ class TokenBudget(NamedTuple):
                 if cut.drop_last:
                     return
                 packs, surplus = self._last(packs, order, cut)
-            yield packs, end, surplus
+            yield from (Share(rank, pack, end, surplus) for rank, pack in enumerate(packs) if rank in ranks)
 
     def _last(self, packs: list[list[int]], order: Sequence[int], cut: Cut) -> tuple[list[list[int]], int]:
         """The last round, in which every rank gets a sample: of long packs, or of the epoch's beginning again."""
@@ -110,24 +110,15 @@ class TokenBudget(NamedTuple):
         packs += [[order[i % len(order)]] for i in range(surplus)]
         return packs, surplus
 
-    def shares(self, order: Sequence[int], cut: Cut, ranks: Sequence[int], start: int) -> Iterator[Share]:
-        """The micro-batches of `ranks`, from sample `start` of the order on."""
-        for packs, end, surplus in self.rounds(order, cut, start):
-            for rank in ranks:
-                if rank < len(packs):
-                    yield Share(rank, packs[rank], end, surplus)
-
     def batches(self, order: Sequence[int], cut: Cut) -> list[int]:
         """Micro-batches of each rank in an epoch."""
-        counts = [0] * cut.ranks
-        for packs, _, _ in self.rounds(order, cut):
-            for rank in range(len(packs)):
-                counts[rank] += 1
-        return counts
+        ranks = range(cut.ranks)
+        counts = Counter(share.rank for share in self.shares(order, cut, ranks))
+        return [counts[rank] for rank in ranks]
 
 
 def pack(samples: Sequence[Any]) -> dict[str, Any]:
-    """Lay samples one behind the other: the collate function of loaders with ``tokens=``.
+    """Lay samples one behind the other: in place of torch's own collate function, which takes one length only.
 
     Args:
         samples: of n documents and T tokens together: dicts with ``input_ids`` and other fields of the same length, or
@@ -181,11 +172,6 @@ def field_of(document: Mapping[str, Any], name: str) -> Tensor:
         f"{name!r} {reason}, so it cannot be packed: leave it out of the data set, or pass a collate_fn of your own to "
         "the DataLoader"
     )
-
-
-def collate_of(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`pack` in place of torch's own collate function, which takes samples of one length only; else the script's."""
-    return pack if collate_fn is default_collate else collate_fn
 
 
 def items_of(batch: Any, tokens: int) -> int | Tensor | None:

@@ -149,18 +149,19 @@ class Child:
         try:
             self.process.wait(GRACE)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            self.process.kill()
+            pass
         finally:
-            _kill(family)
-            self.process.wait()
+            self.kill(family)
 
-    def kill(self) -> None:
-        """End it and all of its children at once by SIGKILL, and wait until they are gone."""
-        family = self._children()
+    def kill(self, family: Sequence[psutil.Process] = ()) -> None:
+        """End it, all of its children and `family` at once by SIGKILL, and wait until they are gone."""
+        processes = {*family, *self._children()}
         self.process.kill()
-        _kill(family)
+        for process in processes:
+            with suppress(psutil.Error):
+                process.kill()
         self.process.wait()
-        psutil.wait_procs(family)
+        psutil.wait_procs(processes, timeout=GRACE)
 
     def _children(self) -> list[psutil.Process]:
         try:
@@ -179,12 +180,6 @@ class Child:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         first_failures: list[str] = FIRST_FAILURE.findall(text)
         return [f"exit code {self.process.returncode}", *lines[-1:], *first_failures[-1:]][-1]
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            process.kill()
 
 
 @dataclass(frozen=True)

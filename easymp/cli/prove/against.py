@@ -7,8 +7,9 @@ may know nothing of easymp; and, where that has left its updates, of the moved s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,40 +24,31 @@ from ...checkpoint.export import save_tree
 from ...compat.alias import install
 from ...launcher.worker import run_module, run_script
 from ...optim import PreparedOptimizer
-from ...optim.torch_step import IMPLEMENTATION
-from ..harness import REFUSED
 from ..harness.rank import Stop, read_task, row_checksums
 from . import FIRST
-from .rank import DTYPE_NAMES, EXPLAINED, Repeater, Writer, mean_and_magnitude, write_rows
+from .rank import DTYPE_NAMES, EXPLAINED, Repeater, Writer, options_of, write_rows
 
 # Wrappers of a model, by the attribute with what they wrap.
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
 SEVERAL = "the reference trains several models, and one is compared"
 
 
-class Reference:
-    """Runs the reference, and saves its first updates, on rank 0, as `rank.Writer` does."""
+class Reference(Writer):
+    """Runs the reference, and saves its first updates, on rank 0."""
 
     def __init__(self, folder: Path, task: dict[str, Any]) -> None:
-        self.folder, self.task = folder, task
-        self.root: nn.Module | None = None
-        self.depth = self.number = 0  # of calls of modules; of the update
+        super().__init__(folder, task)
+        self.depth = 0  # of calls of modules
         self.scale = 1.0  # of the next loss
         self.precision = "fp32"
-        self._reset()
-
-    def _reset(self) -> None:
-        self.losses: list[float] = []
-        self.outputs: dict[str, list[tuple[float, float]]] = {}
-        self.samples: set[int] = set()
+        self.update: dict[str, Any] = {}  # without the weights after it
 
     def run_script(self) -> None:
+        """Run the script, with hooks that stay: the process ends with it."""
         seed_all(0)
         run = run_module if self.task["module"] else run_script
-        undo: list[Callable[[], None]] = [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
-            torch_optimizer.register_optimizer_step_post_hook(self._after_step).remove,
-        ]
+        torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        torch_optimizer.register_optimizer_step_post_hook(self._after_step)
         call, backward, scale = nn.Module.__call__, torch.autograd.backward, torch.amp.GradScaler.scale
 
         def enter(module: nn.Module, *args: Any, **keywords: Any) -> Any:
@@ -69,7 +61,7 @@ class Reference:
 
         def record_loss(tensors: Any, *args: Any, **keywords: Any) -> None:
             if isinstance(tensors, Tensor) and tensors.numel() == 1:
-                self.losses.append(float(tensors.detach()) / self.scale)
+                self.losses.append((tensors.detach() / self.scale, None))
             backward(tensors, *args, **keywords)
 
         def record_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -83,8 +75,6 @@ class Reference:
             suppress(Stop),
         ):
             run(self.task["script"], list(self.task["arguments"]))
-        for remove in undo:
-            remove()
 
     # -- the model's calls
 
@@ -96,55 +86,44 @@ class Reference:
             module = inner
         if not any(p.requires_grad for p in module.parameters()):
             return  # a loss function
-        if self.root is None:
+        if next(self.root.parameters(), None) is None:
             self.root = module
-            self._save("start-1", {"weights": self._tensors()})
+            self._save("start-1", {"weights": self._whole_tensors()})
             for name, layer in module.named_modules():
-                layer.register_forward_hook(self._recorder(name, next(module.parameters()).device))
+                layer.register_forward_hook(partial(self._record_output, name))
         elif self.root is not module:
-            (self.folder / REFUSED).write_text(SEVERAL, encoding="utf-8")
-            raise Stop
+            self.refuse(SEVERAL)
         self.samples.update(row_checksums(tensors_of(args, keywords)))
 
-    def _recorder(self, name: str, device: torch.device) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            means, kind = mean_and_magnitude(module, output), device.type
-            if torch.is_autocast_enabled(kind):
-                self.precision = DTYPE_NAMES[torch.get_autocast_dtype(kind)]
-            if means is not None:
-                self.outputs.setdefault(name, []).append(means)
-
-        return record
+    def _record_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        kind = next(self.root.parameters()).device.type
+        if torch.is_autocast_enabled(kind):
+            self.precision = DTYPE_NAMES[torch.get_autocast_dtype(kind)]
+        super()._record_output(name, module, args, output)
 
     # -- the optimizer's steps
 
-    def _named(self) -> dict[str, nn.Parameter]:
-        return {} if self.root is None else dict(self.root.named_parameters())
-
-    def _tensors(self) -> dict[str, Tensor]:
-        buffers = {} if self.root is None else dict(self.root.named_buffers())
-        tensors = {**self._named(), **{name: b for name, b in buffers.items() if b.is_floating_point()}}
-        return {name: whole(t) for name, t in tensors.items()}
+    def _whole_tensors(self) -> dict[str, Tensor]:
+        return {name: whole(tensor) for name, tensor in self.tensors().items()}
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        grads = {name: p.grad for name, p in self._named().items() if id(p) in stepped and p.grad is not None}
+        grads = {name: p.grad for name, p in self.root.named_parameters() if id(p) in stepped and p.grad is not None}
         if not grads:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it
         if scale is not None:
             grads = {name: grad / scale for name, grad in grads.items()}
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        facts: list[Any] = [(self.losses, self.samples, self.outputs)]
-        if size > 1:
-            facts = [None] * size
-            dist.all_gather_object(facts, (self.losses, self.samples, self.outputs))
+        facts: list[Any] = [([float(loss) for loss, _ in self.losses], self.samples, self.outputs)]
+        if dist.is_initialized():
+            facts *= dist.get_world_size()
+            dist.all_gather_object(facts, facts[0])
+        size = len(facts)
         losses = [loss for rank_losses, _, _ in facts for loss in rank_losses]
         outputs = {}
         for name in self.outputs:
             means = [pair for _, _, by_name in facts for pair in by_name.get(name, ())]
             outputs[name] = [sum(column) / len(means) for column in zip(*means)]
-        numbers = [pair for g in optimizer.param_groups for pair in g.items() if type(pair[1]) in (int, float)]
         info = {
             "optimizer": 0,
             "class": type(optimizer).__name__,
@@ -153,7 +132,7 @@ class Reference:
             "loss": sum(losses) / size,
             "scale": sum(map(abs, losses)) / size,
             "outputs": outputs,
-            "options": [pair for pair in numbers if pair[0] not in IMPLEMENTATION],
+            "options": options_of(optimizer),
             "at": None,
             "short": False,
             "skipped": False,
@@ -168,19 +147,17 @@ class Reference:
                 "batches": [],
             },
         }
-        self._update = {"info": info, "gradients": {name: whole(grad) for name, grad in grads.items()}}
+        self.update = {"info": info, "gradients": {name: whole(grad) for name, grad in grads.items()}}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._update is None:
+        if not self.update:
             return
-        self._save(f"update-{self.number}", {**self._update, "weights": self._tensors()})
-        self._update = None
+        self._save(f"update-{self.number}", {**self.update, "weights": self._whole_tensors()})
+        self.update = {}
         self.number += 1
         self._reset()
         if self.number >= self.task["steps"]:
             raise Stop
-
-    _update: dict[str, Any] | None = None
 
     def _save(self, name: str, tree: dict[str, Any]) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:

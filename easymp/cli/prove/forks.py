@@ -11,11 +11,11 @@ import ast
 import gc
 import importlib
 import sys
-import sysconfig
 from contextlib import suppress
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+from ...distributed.mailbox import is_script
 from ...errors import WorldError
 from ...launcher.entrypoints import notebook_launcher
 from ..harness.rank import read_task
@@ -41,20 +41,9 @@ def packages_of(path: Path) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.append(node.module)
-    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     # The script's own modules may keep what differs from rank to rank.
-    files = [(name, origin(name, path.parent)) for name in names]
-    return [name for name, file in files if file and any(file.is_relative_to(folder) for folder in folders)]
-
-
-def origin(name: str, folder: Path) -> Path | None:
-    """The file of a module's package; None if it has none, or is the script's own, in its `folder`."""
-    if any(folder.glob(f"{name.partition('.')[0]}*")):
-        return None
-    with suppress(ImportError, ValueError):
-        spec = find_spec(name.partition(".")[0])
-        return Path(spec.origin) if spec and spec.has_location and spec.origin else None
-    return None
+    specs = [PathFinder.find_spec(name.partition(".")[0], [str(path.parent), *sys.path]) for name in names]
+    return [name for name, spec in zip(names, specs) if spec and spec.origin and not is_script(spec.origin)]
 
 
 def main(folder: Path, processes: int, module: str) -> int:

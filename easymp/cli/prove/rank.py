@@ -141,7 +141,6 @@ class Writer(SingleRunner):
         for name in dict.fromkeys(name for rank in ranks for name in rank[3]):
             count, *means = map(sum, zip(*(rank[3][name] for rank in ranks if name in rank[3])))
             outputs[name] = [mean / count for mean in means]
-        numbers = [pair for g in optimizer.param_groups for pair in g.items() if type(pair[1]) in (int, float)]
         loader = window.reading
         return {
             "optimizer": self.run.prepared.optimizers.index(optimizer),
@@ -151,7 +150,7 @@ class Writer(SingleRunner):
             "loss": sum(loss for loss, _ in losses) / total if total else None,
             "scale": sum(abs(loss) for loss, _ in losses) / total if total else 0.0,
             "outputs": outputs,
-            "options": [pair for pair in numbers if pair[0] not in IMPLEMENTATION],
+            "options": options_of(optimizer),
             "at": None if loader is None else [loader.epoch, loader.position],
             "short": (window.in_accumulate and window.micro < window.accumulation) or bool(loader and loader._surplus),
         }
@@ -336,6 +335,12 @@ def mean_and_magnitude(module: nn.Module, output: Any) -> tuple[float, float] | 
     if type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():  # a survey runs on fake tensors
         return None
     return float(tensor.double().mean()), float(tensor.double().abs().mean())
+
+
+def options_of(optimizer: Any) -> list[tuple[str, float]]:
+    """The numbers of an optimizer's groups, without those that choose an implementation."""
+    options = [pair for group in optimizer.param_groups for pair in group.items()]
+    return [(name, value) for name, value in options if type(value) in (int, float) and name not in IMPLEMENTATION]
 
 
 def write_rows(folder: Path, report: Sequence[dict[str, Any]]) -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ... import nn as own_nn
+from ... import optim
 from ...errors import RefusedError
-from ...optim import larc
-from ...strategies import batchnorm
 from ...strategies.ddp import UNFINISHED, CommHookState, all_reduce
 from .amp import AmpOptimizer, ApexError, layer
 
@@ -29,7 +29,7 @@ ReduceOp = dist.ReduceOp
 LAYOUT = "channels are dimension 1, and model.to(memory_format=torch.channels_last) has torch's layout for it"
 
 
-class LARC(larc.LARC):
+class LARC(optim.LARC):
     """`easymp.optim.LARC`, with Apex's arguments; made before `amp.initialize` or after it."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ class LARC(larc.LARC):
         self.optim.zero_grad(set_to_none)
 
 
-class SyncBatchNorm(batchnorm.SyncBatchNorm):
+class SyncBatchNorm(own_nn.SyncBatchNorm):
     """easymp's batch-norm over the ranks, with Apex's arguments."""
 
     def __init__(
@@ -61,9 +61,9 @@ def convert_syncbn_model(
     """`module`, in place: every BatchNorm1d, 2d and 3d becomes a `SyncBatchNorm` with its weights and statistics."""
     if channel_last:
         raise RefusedError(f"{channel_last=}: {LAYOUT}")
-    batchnorm.convert_sync_batchnorm(module, process_group)
+    own_nn.convert_sync_batchnorm(module, process_group)
     for part in module.modules():
-        if type(part) is batchnorm.SyncBatchNorm:
+        if type(part) is own_nn.SyncBatchNorm:
             part.__class__ = SyncBatchNorm
     return module
 
