@@ -169,14 +169,13 @@ def prove(
     script.write_task(records, **facts)
     rank = Script(f"easymp.cli.prove.{'against' if moved else 'rank'}", [str(records)], module=True)
     processes = args.processes[0]
-    first, second = (UNDER_PLAN, {**PLAN, **settings}, processes), (ONE, ONE_PROCESS, 1)
+    runs = [(UNDER_PLAN, {**PLAN, **settings}, processes), (ONE, ONE_PROCESS, 1)]
     if against:
-        first = (f"against {Path(against).name}", *first[1:])
+        runs[0] = (f"against {Path(against).name}", *runs[0][1:])
     if moved:  # a reference may count its micro-batches itself
         plan = {**ONE_PROCESS, "strategy": "ddp" if processes > 1 else "single"}
         del plan["gradient_accumulation_steps"]
-        second = (HERE, plan, processes)
-    runs = (first, second)
+        runs[1] = (HERE, plan, processes)
     failures: dict[str, End] = {}
 
     def read(name: str) -> str:
@@ -200,7 +199,7 @@ def prove(
             failures[name] = end
     rows = json.loads(read(ROWS) or "[]")
     for row in rows:
-        row["plan"] |= {"by": f" by {against}" if against and not moved else "", "second": second[0]}
+        row["plan"] |= {"by": f" by {against}" if against and not moved else "", "second": runs[1][0]}
     return judge(rows, read(REFUSED), failures, args.steps)
 
 
@@ -211,8 +210,8 @@ def is_interpreter(against: str) -> bool:
     path = shutil.which(against)
     if path is None or against in ("fabric", "plain"):
         raise SettingError(
-            f"--against {against}: pass a Python, such as old/bin/python; accelerate, for a script that imports it; or "
-            "the path of the script before its move (to Fabric's layer, or from torch alone)"
+            f"--against {against}: pass the path of the script before its move, of Fabric or of torch alone; "
+            "accelerate, for a script that imports it; or a Python, such as old/bin/python"
         )
     return True
 
@@ -232,7 +231,7 @@ def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps:
     if row and not row["apart"] and row["draws"]:
         reason, hints = f"{row['draws']} draws random numbers, others for other parts of a batch", [DROPOUT]
     elif row and not row["apart"] and not row["same samples"]:
-        reason, hints = f"update {row['update']} reads other samples {row['plan'].get('second', ONE)}", [SAMPLES]
+        reason, hints = f"update {row['update']} reads other samples {row['plan']['second']}", [SAMPLES]
     elif row:
         verdict, reason = DIFFERS, difference(row)
         hints = causes(row) + [f"Then {failure}." for failure in sentences]
@@ -251,7 +250,7 @@ def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps:
         differences = [row[kind]["largest"] for row in compared for kind in ("gradients", "weights")]
         largest = max(filter(None, differences), key=lambda d: d["times"])
         count, verdict = len({row["update"] for row in compared}), PROVEN
-        other = "the script here" if compared[0]["plan"].get("second") == HERE else "one process in fp32"
+        other = "the script here" if compared[0]["plan"]["second"] == HERE else "one process in fp32"
         reason = (
             f"{count} update{'s' * (count > 1)} {plan_text(compared[0])} gave the losses, gradients and weights of "
             f"{other}. The largest difference is {largest['times']:.2g} of what "
@@ -266,7 +265,7 @@ def judge(rows: Sequence[Any], refusal: str, failures: Mapping[str, End], steps:
 def plan_text(row: Mapping[str, Any]) -> str:
     plan = row["plan"]
     plural = "es" * (plan["processes"] > 1)
-    return f"under {plan['strategy']} on {plan['processes']} process{plural} in {plan['precision']}{plan.get('by', '')}"
+    return f"under {plan['strategy']} on {plan['processes']} process{plural} in {plan['precision']}{plan['by']}"
 
 
 def difference(row: Mapping[str, Any]) -> str:
@@ -276,7 +275,7 @@ def difference(row: Mapping[str, Any]) -> str:
         values = f"{tensor['plan']:.6g} on rank {tensor['rank']} and {tensor['one']:.6g} on rank 0"
         element = f"{tensor['name']}{tensor['at']} in {tensor['layer']}"
         return f"{head}the {tensor['kind']} of {element} is {values}, and must be equal"
-    clauses, second = list[str](), row["plan"].get("second", ONE)
+    clauses, second = list[str](), row["plan"]["second"]
     if not row.get("loss", {"times": 0})["times"] <= 1:
         clauses.append(f"the loss is {row['loss']['plan']:.6g}, and {row['loss']['one']:.6g} {second}")
     if row["option"]:
@@ -301,7 +300,7 @@ def causes(row: Mapping[str, Any]) -> list[str]:
     ratio, shares, accumulation = row["ratio"], row["plan"]["shares"], row["plan"]["accumulation"]
     if row["batchnorm"] and shares * accumulation > 1:
         return [BATCHNORM.format(row["batchnorm"])]
-    second = "here" if row["plan"].get("second") == HERE else "of one process"
+    second = "here" if row["plan"]["second"] == HERE else "of one process"
     if ratio is None or abs(ratio - 1) < 0.1:
         return []
     divisors = {"the number of processes": shares, "gradient_accumulation_steps": accumulation}
@@ -312,9 +311,7 @@ def causes(row: Mapping[str, Any]) -> list[str]:
 
 def update_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The updates: losses, and the largest differences as multiples of what the precision explains."""
-    cells: list[list[Any]] = [
-        ["update", "optimizer", "loss", rows[0]["plan"].get("second", ONE), "gradients", "weights"]
-    ]
+    cells: list[list[Any]] = [["update", "optimizer", "loss", rows[0]["plan"]["second"], "gradients", "weights"]]
     for row in rows:
         losses = [f"{row['loss'][key]:.6g}" if "loss" in row else None for key in ("plan", "one")]
         missing = "skipped" if row["skipped"] else "not full" if row["short"] else None

@@ -26,7 +26,7 @@ from ...launcher.worker import run_module, run_script
 from ...optim import PreparedOptimizer
 from ..harness.rank import Stop, read_task, row_checksums
 from . import FIRST
-from .rank import DTYPE_NAMES, EXPLAINED, Repeater, Writer, options_of, write_rows
+from .rank import DTYPE_NAMES, EXPLAINED, Repeater, Writer, options_of
 
 # Wrappers of a model, by the attribute with what they wrap.
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
@@ -45,7 +45,6 @@ class Reference(Writer):
 
     def run_script(self) -> None:
         """Run the script, with hooks that stay: the process ends with it."""
-        seed_all(0)
         run = run_module if self.task["module"] else run_script
         torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
         torch_optimizer.register_optimizer_step_post_hook(self._after_step)
@@ -201,18 +200,13 @@ class Comparer(Repeater):
 
 def main(folder: Path) -> None:
     task = read_task(folder)
+    seed_all(0)
     if not (folder / FIRST).exists():
         Reference(folder, {**task, "script": task["reference"]}).run_script()
         return
     if task["against"] == "accelerate":
         install("accelerate")
-    seed_all(0)
-    comparer = Comparer(folder, task)
-    try:
-        comparer.run_script()
-    finally:
-        if comparer.acc is None or comparer.acc.is_main_process:
-            write_rows(folder, comparer.report)
+    Comparer(folder, task).run_script()
 
 
 if __name__ == "__main__":

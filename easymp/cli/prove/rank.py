@@ -213,6 +213,13 @@ class Repeater(Writer):
         self._states: list[Tensor] = []  # of the random stream, before the calls that run
         self._draws = ""  # the innermost module whose call draws random numbers
 
+    def run_script(self) -> None:
+        try:
+            super().run_script()
+        finally:
+            if self.acc is None or self.acc.is_main_process:
+                (self.folder / ROWS).write_text(json.dumps(self.report), encoding="utf-8")
+
     def preparing(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for tensor in (t for model in models for t in (*model.parameters(), *model.buffers())):
             if tensor.dtype in LOW:
@@ -343,10 +350,6 @@ def options_of(optimizer: Any) -> list[tuple[str, float]]:
     return [(name, value) for name, value in options if type(value) in (int, float) and name not in IMPLEMENTATION]
 
 
-def write_rows(folder: Path, report: Sequence[dict[str, Any]]) -> None:
-    (folder / ROWS).write_text(json.dumps(report), encoding="utf-8")
-
-
 def multiple(error: float, bound: float) -> float:
     return error / bound if bound else math.inf if error else 0.0
 
@@ -378,12 +381,8 @@ def common_ratio(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[float | No
 
 
 def main(folder: Path) -> None:
-    rank = (Repeater if (folder / FIRST).exists() else Writer)(folder, read_task(folder))
-    try:
-        rank.run_script()
-    finally:
-        if isinstance(rank, Repeater):
-            write_rows(folder, rank.report)
+    rank = Repeater if (folder / FIRST).exists() else Writer
+    rank(folder, read_task(folder)).run_script()
 
 
 if __name__ == "__main__":
