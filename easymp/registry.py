@@ -82,7 +82,7 @@ class PartRegistry(Registry[type[Part]]):
 # save the run comes last. Its name, its class, what it does, and the setting that asks for it.
 PARTS = PartRegistry(
     {
-        "unprepared": ("parts.rank_checks:UnpreparedData", "looks for data that all ranks read alike", ""),
+        "unprepared": ("parts.unprepared:UnpreparedData", "looks for data that all ranks read alike", ""),
         "activation_checkpointing": (
             "parts.activations:Recomputation",
             "computes blocks again in backward",
@@ -94,7 +94,7 @@ PARTS = PartRegistry(
         "local_sgd": ("parts.ema:LocalAveraging", "averages models now and then", ""),
         "ema": ("parts.ema:AveragedWeights", "keeps a moving average of the weights", "ema_decay"),
         "nonfinite": ("parts.nonfinite:Nonfinite", "answers to numbers that are not finite", ""),
-        "replicas": ("parts.rank_checks:Replicas", "compares the ranks' parameters", "replica_check"),
+        "replicas": ("parts.replicas:Replicas", "compares the ranks' parameters", "replica_check"),
         "gc": ("parts.gc:GarbageCollection", "collects garbage at every 500th update", "gc"),
         "out_of_memory": ("parts.out_of_memory:OutOfMemory", "lists what fills a device that is out of memory", ""),
         "record": ("trackers.recorder:Recorder", "writes down a run for easymp compare", ""),

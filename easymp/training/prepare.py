@@ -378,10 +378,13 @@ class Preparation:
         """Refuse later steps if one of `parameters` that is frozen now, in low precision, was unfrozen since."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if frozen and not self._run.precision.masters and self._run.precision.keeps_updates:
-            hook = optimizer.register_step_pre_hook(partial(self._refuse_unfrozen, frozen))
-            self._removals.append(hook.remove)
 
-    def _refuse_unfrozen(self, parameters: Iterable[Tensor], *_: Any) -> None:
+            def check(*_: Any) -> None:
+                self._refuse_unfrozen(frozen)
+
+            self._removals.append(optimizer.register_step_pre_hook(check).remove)
+
+    def _refuse_unfrozen(self, parameters: Iterable[Tensor]) -> None:
         """Refuse low-precision parameters unfrozen after `prepare`, which have neither fp32 values nor masters."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in LOW:
