@@ -37,7 +37,6 @@ from ..base.lazy import modules_at_first_use
 from ..base.units import read_bytes, size, unit
 from ..distributed import Ranks
 from ..errors import EasympError, SettingError, check_whole, nearest
-from ..hardware import Hardware
 from ..protocols import Facts
 from ..registry import ALIASES, PRECISIONS, STRATEGIES
 from ..settings import Settings
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 
     from .. import plan as planning
     from ..checkpoint import weights
+    from ..hardware import Hardware
     from ..strategies import transforms
     from ..training import memory, peak
     from ..training.memory import Memory
