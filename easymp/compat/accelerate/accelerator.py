@@ -533,6 +533,8 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
 
     # -- what libraries ask
 
-    _models = property(lambda self: [*self._views(), *self._evaluated])  # libraries ask whether there are any
+    @property
+    def _models(self) -> list[nn.Module]:  # libraries ask whether there are any
+        return [*(model.view for model in self._prepared.models), *self._evaluated]
     # Strategy and strategy_options say how models are split, no run here is DeepSpeed's, and fp8 is torch's own.
     parallelism_config = deepspeed_plugin = fp8_backend = property(lambda self: None)
