@@ -159,8 +159,8 @@ def stream(
 
     Roles are in the order of the table's addresses. `element` is C++ on floats with the names of the roles and of
     `sums`; ``i64 e`` is the number of the element in its tensor, in memory's order. `setup` runs before the loop and
-    sees ``i64 tensor`` (the row) and the arguments. `sums` maps the name of a sum to a C++ expression, which sees the
-    sum and ``copies`` (how many ranks hold the tensor). Each block stores one double for each of them at ``partials``.
+    sees ``i64 tensor`` (the row) and the arguments. `sums` maps a name to a C++ expression of the sum and ``copies``
+    (ranks that hold the tensor); each block stores one double for each at ``partials``.
     """
     sums = sums or {}
     pointers = "\n".join(

@@ -93,9 +93,9 @@ def _state_facts(groups: list[Any], tensors: Sequence[Any]) -> list[Any] | None:
 class FusedStep:
     """Steps the parameters of `optimizer`, which are dense floats on the launcher's device.
 
-    State is made and kept in the optimizer, under torch's keys, with ``step`` on the device as in torch's fused steps.
-    `copy` maps the id of a parameter to the low-precision tensor that becomes the parameter, rounded, at each step;
-    `copies` is that of `protocols.Counting`, and the options are those of `optim.EngineOptions`.
+    State is the optimizer's, under torch's keys, with ``step`` on the device as in torch's fused steps. `copy` maps the
+    id of a parameter to the low-precision tensor that becomes the parameter, rounded, at each step; `copies` is that of
+    `protocols.Counting`, and the options are those of `optim.EngineOptions`.
     """
 
     def __init__(

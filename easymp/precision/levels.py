@@ -99,12 +99,9 @@ def cast_table() -> Mapping[Callable[..., Any], Cast]:
 class ListedCasts(TorchFunctionMode):
     """Function mode in which torch's functions cast their arguments by `table`, on the thread that enters it."""
 
-    def __init__(
-        self, table: Mapping[Callable[..., Any], Cast] | None = None, dtype: torch.dtype = torch.float16
-    ) -> None:
+    def __init__(self, table: Mapping[Callable[..., Any], Cast] | None = None) -> None:
         super().__init__()
         self.table = cast_table() if table is None else table
-        self.dtype = dtype
         self._before: list[bool] = []
 
     def __enter__(self) -> ListedCasts:
@@ -126,7 +123,7 @@ class ListedCasts(TorchFunctionMode):
                 with self:  # torch leaves the mode for this call, and the listed functions are inside it
                     return _attention()(*args, **kwargs)
             return func(*args, **kwargs)
-        args, kwargs = as_listed(cast, func, args, kwargs, self.dtype)
+        args, kwargs = as_listed(cast, func, args, kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -139,28 +136,26 @@ class ListedCasts(TorchFunctionMode):
             self.table = table
 
 
-def as_listed(
-    cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, low: torch.dtype = torch.float16
-) -> tuple[Any, Any]:
-    """Cast `args` and `kwargs` for `function`, with `low` as low precision; CastError if the function refuses it."""
+def as_listed(cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast `args` and `kwargs` for `function`; CastError if the function refuses fp16."""
     if cast in (Cast.FIRST, Cast.FLOAT_FIRST):
         first = args[0].dtype if args and isinstance(args[0], Tensor) else None
-        if first == low and cast is Cast.FLOAT_FIRST:
+        if first == torch.float16 and cast is Cast.FLOAT_FIRST:
             raise CastError(
-                f"{function.__name__} in place on {low} rounds each result to it: call "
+                f"{function.__name__} in place on {first} rounds each result to it: call "
                 f"{function.__name__.strip('_')}, or .float() before"
             )
         return (args[:1] + _to(args[1:], first), _to(kwargs, first)) if first in CASTABLE else (args, kwargs)
     if cast in (Cast.REFUSED, Cast.WIDEST):
         dtypes = {t.dtype for t in _floating((args, kwargs))}
-        if cast is Cast.REFUSED and low in dtypes:
+        if cast is Cast.REFUSED and torch.float16 in dtypes:
             raise CastError(
-                f"{function.__name__} on {low} loses values close to 0 and 1: use binary_cross_entropy_with_logits on "
-                "the inputs of the sigmoid, or convert its inputs with .float()"
+                f"{function.__name__} on torch.float16 loses values close to 0 and 1: use "
+                "binary_cross_entropy_with_logits on the inputs of the sigmoid, or convert its inputs with .float()"
             )
         if cast is Cast.REFUSED or len(dtypes) < 2:  # the widest of two different dtypes is fp32
             return args, kwargs
-    dtype = low if cast is Cast.HALF else torch.float32
+    dtype = torch.float16 if cast is Cast.HALF else torch.float32
     return _to(args, dtype), _to(kwargs, dtype)
 
 
@@ -265,8 +260,8 @@ class FP16True(O2):
 class BF16True(O2):
     """A bf16 model. Gradients are bf16 and are reduced in bf16. No update is rounded to nearest.
 
-    Optimizers step fp32 masters: 20 bytes per parameter with Adam. With the setting ``stochastic_rounding`` those that
-    step element by element, and LAMB and NovoGrad, have none, and keep bf16 states: 8 bytes.
+    Optimizers step fp32 masters: 20 bytes a parameter with Adam. With `stochastic_rounding` those that step element by
+    element, and LAMB and NovoGrad, have none, and keep bf16 states: 8 bytes.
     """
 
     name: ClassVar[str] = "bf16-true"

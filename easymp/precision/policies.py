@@ -184,8 +184,7 @@ class Upcast:
 def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
     """Hook `model`, which gathers parameters in half precision, to compute as with fp32 ones under autocast.
 
-    Norms and the like see their vectors in fp32, and embeddings return fp32. The hooks run inside torch's hooks that
-    gather.
+    Norms and the like see their vectors in fp32, and embeddings return fp32. The hooks run inside torch's own.
     """
     handles: list[RemovableHandle] = []
     for module in model.modules():
@@ -273,14 +272,10 @@ def rounded_weights(model: nn.Module) -> set[int]:
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` with its product in forward and two products in backward in fp8.
+    """`nn.Linear` with its product in forward and two products in backward in fp8; inputs are (..., in_features).
 
-    Inputs have shape (..., in_features).
-
-    Attributes:
-        cached: the rounded weight, its scale and the weight, from `round_once` to a step; None: each product rounds
-            the weight.
-        cached_version: version of the weight that was rounded.
+    `cached` is the rounded weight, its scale and the weight, from `round_once` to a step, and `cached_version` the
+    weight's version then; None: each product rounds the weight.
     """
 
     cached: tuple[Tensor, Tensor, Tensor] | None = None

@@ -19,8 +19,8 @@ ATOMS = (nn.MultiheadAttention,)
 def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.Module]:
     """Find the modules inside `model` to wrap on their own, inner ones before those that hold them.
 
-    `wrap` is that of `FSDPOptions`. Left out are modules with tied weights outside of them. Modules with parameters of
-    another dtype than most are included: parameters that are gathered together have one dtype.
+    `wrap` is that of `FSDPOptions`. Modules with tied weights outside of them are left out, and those with parameters
+    of another dtype than most are in: parameters that are gathered together have one dtype.
     """
     modules = [m for m in bottom_up(model) if m is not model]
     if isinstance(wrap, int):
