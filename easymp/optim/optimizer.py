@@ -206,7 +206,8 @@ class PreparedOptimizer(WrappingOptimizer):
                 self._masters.clear()
             else:
                 self._masters.write_back()
-        self._forget_sums()
+        if self._sums is not None and self._sums.on:
+            self._forget_sums(self._sums)
         return result
 
     def set_clip(self, clip: Clip | None) -> None:
@@ -293,14 +294,14 @@ class PreparedOptimizer(WrappingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.clear()
-        self._forget_sums()
+        if self._sums is not None and self._sums.on:
+            self._forget_sums(self._sums)
         if self._drop_gradients is not None:
             self._drop_gradients(lambda: {id(parameter) for _, parameter in self.parameters()})
 
-    def _forget_sums(self) -> None:
+    def _forget_sums(self, sums: Sums) -> None:
         """Drop the fp32 sums of this optimizer's gradients."""
-        if self._sums is not None and self._sums.on:
-            self._sums.drop(p for pair in self.parameters() for p in pair)
+        sums.drop(p for pair in self.parameters() for p in pair)
 
     def has_unused_gradients(self) -> bool:
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
