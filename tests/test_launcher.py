@@ -333,10 +333,15 @@ def test_one_process_an_accelerator(monkeypatch):
         assert default_processes() == processes
 
 
-def test_functions_run_on_real_ranks_and_return_in_order(capfd):
+def test_functions_run_on_real_ranks_with_exit_handlers_of_their_own_and_return_in_order(capfd, tmp_path):
     offset = 10
 
+    def note(name):
+        (tmp_path / f"{name}-{os.environ.get('RANK')}").touch()
+
     def summed(start):  # a closure: nothing that could be pickled
+        assert getattr(sys, "last_value", None) is None
+        atexit.register(note, "child")
         dist.init_process_group("gloo")
         value = torch.tensor(float(start + offset + dist.get_rank()))
         dist.all_reduce(value)
@@ -344,7 +349,12 @@ def test_functions_run_on_real_ranks_and_return_in_order(capfd):
         return dist.get_rank.__name__, value, os.environ["EASYMP_CPU"], torch.get_num_threads()
 
     before = signal.getsignal(signal.SIGINT)
-    assert debug_launcher(summed, (1,)) == [("get_rank", torch.tensor(23.0), "1", 1)] * 2
+    atexit.register(note, "parent")
+    try:
+        assert debug_launcher(summed, (1,)) == [("get_rank", torch.tensor(23.0), "1", 1)] * 2
+    finally:
+        atexit.unregister(note)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child-0", "child-1"]
     assert signal.getsignal(signal.SIGINT) is before
     assert debug_launcher(lambda: lambda: 1, num_processes=1) == [None]
     assert "the function's result cannot be sent back" in capfd.readouterr().err
@@ -362,23 +372,6 @@ def test_function_that_fails():
     assert first == "rank 1 of 2 failed first: ZeroDivisionError: in the cell"
     assert (second, lines[-1]) == ("Traceback (most recent call last):", "ZeroDivisionError: in the cell")
     assert "in fail" in lines[0] and "easymp" not in str(caught.value)
-
-
-def test_exit_handlers_of_a_function_run_and_those_of_its_parent_do_not(tmp_path):
-    def note(name):
-        (tmp_path / f"{name}-{os.getpid()}").touch()
-
-    def register():
-        assert getattr(sys, "last_value", None) is None
-        atexit.register(note, "child")
-        return os.getpid()
-
-    atexit.register(note, "parent")
-    try:
-        pids = debug_launcher(register)
-    finally:
-        atexit.unregister(note)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"child-{pid}" for pid in pids)
 
 
 def test_notebook_options_are_honoured():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +80,13 @@ def test_without_a_step_updates_are_counted():
         (lambda acc: acc.log({"a": {"x": object()}}), SettingError, "got a object, which is neither"),
         (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\): pass a whole number"),
         (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, "pass a whole number"),
+        (lambda acc: acc.log({"x": 1}, step=True), SettingError, "whole number"),
+        (lambda acc: acc.log({"x": 1}, step="1"), SettingError, "whole number"),
+        (lambda acc: acc.log({1: 2}), SettingError, "got 1 as a name"),
+        (lambda acc: acc.log({"x": torch.tensor(1j)}), SettingError, "it has no real value"),
+        (lambda acc: acc.log({"x": torch.ones((), device="meta")}), SettingError, "on meta: it has no real value"),
+        (lambda acc: acc.log({"x": np.ones(2)}), SettingError,
+         "got a ndarray, which is neither a number nor a word: for images"),
         (lambda acc: acc.log({"x": 1}, log_kwargs={"wandb": {}}), SettingError, "'wandb' is not a tracker"),
         (lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}), SettingError, "jsonl takes nothing beside"),
         (lambda acc: acc.get_tracker("jsnl"), SettingError, "'jsnl' is not a tracker of this run, did you"),

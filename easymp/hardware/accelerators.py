@@ -41,14 +41,10 @@ INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1)}
 # the ROCm documentation, "Precision support" and "GPU hardware specifications". fp8 is the fnuz form on gfx940 to
 # gfx942 and OCP's elsewhere. No TF32: gfx942 has it, but torch uses it only behind an environment variable of
 # hipBLASLt.
-MATRIX_UNITS = (
-    ("gfx908", {"fp16", "bf16"}),
-    ("gfx90a", {"fp16", "bf16"}),
-    ("gfx94", {"fp16", "bf16", "fp8"}),
-    ("gfx950", {"fp16", "bf16", "fp8"}),
-    ("gfx11", {"fp16", "bf16"}),
-    ("gfx12", {"fp16", "bf16", "fp8"}),
-)
+MATRIX_UNITS = {
+    ("gfx908", "gfx90a", "gfx11"): {"fp16", "bf16"},
+    ("gfx94", "gfx950", "gfx12"): {"fp16", "bf16", "fp8"},
+}
 
 
 @dataclass(frozen=True)
@@ -308,7 +304,7 @@ def _string(value: str | bytes) -> str:
 def amd_device(name: str, architecture: str, memory: int, index: int = 0, arch_list: Sequence[str] = ()) -> Device:
     """The abilities of an AMD card, by torch's gcnArchName, ``"gfx942:sramecc+:xnack-"``. See `nvidia_device`."""
     base = architecture.split(":")[0]
-    units = frozenset(dtype for prefix, dtypes in MATRIX_UNITS if base.startswith(prefix) for dtype in dtypes)
+    units = frozenset(dtype for names, dtypes in MATRIX_UNITS.items() if base.startswith(names) for dtype in dtypes)
     return Device(
         kind="cuda",
         index=index,

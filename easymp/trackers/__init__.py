@@ -1,8 +1,7 @@
 """Trackers of logged values: JSON lines, TensorBoard, Weights & Biases, MLflow, the console, or the script's own.
 
-Adding a tracker: a class in a module here with `start(run, config, position)`, `write(rows)`, `position()` and
-`finish()`, a line in `TRACKERS` and its name in `TrackerName`, and an extra for the package that it needs. Modules are
-imported when a run logs to them.
+Adding a tracker: a class in `writers` with `start(run, config, position)`, `write(rows)`, `position()` and `finish()`,
+a line in `TRACKERS` and its name in `TrackerName`, and an extra for the package that it needs.
 """
 
 from __future__ import annotations
@@ -20,24 +19,22 @@ class Entry(NamedTuple):
     """A tracker.
 
     Attributes:
-        home: its module and class.
+        kind: its class in `writers`; "" for a part of `registry.PARTS`, which shows rows instead of keeping them.
         package: the package that it needs.
         takes_options: whether `log_kwargs` may have further arguments for it.
-        watches: it is a part of `registry.PARTS`, looks at each update, and shows rows instead of keeping them.
     """
 
-    home: str
+    kind: str
     package: str | None = None
     takes_options: bool = False
-    watches: bool = False
 
 
 TRACKERS = {
-    "jsonl": Entry("writers:JsonLines"),
-    "tensorboard": Entry("writers:TensorBoard", "tensorboard", takes_options=True),
-    "wandb": Entry("writers:WandB", "wandb", takes_options=True),
-    "mlflow": Entry("writers:MLflow", "mlflow"),
-    "console": Entry("console:Console", "tqdm", watches=True),
+    "jsonl": Entry("JsonLines"),
+    "tensorboard": Entry("TensorBoard", "tensorboard", takes_options=True),
+    "wandb": Entry("WandB", "wandb", takes_options=True),
+    "mlflow": Entry("MLflow", "mlflow"),
+    "console": Entry("", "tqdm"),
 }
 ALL, NONE = "all", "none"
 # The words that `log_with` takes, for type checkers; tests/typing compares them with the table.
@@ -73,7 +70,7 @@ def choose(setting: str, source: str, script_trackers: Mapping[str, Any]) -> lis
     names: list[str] = []
     for name in (name.strip().lower() for name in setting.split(",") if name.strip()):
         if name == ALL:
-            names += [key for key, entry in TRACKERS.items() if not entry.watches and _missing_package(key) is None]
+            names += [key for key, entry in TRACKERS.items() if entry.kind and _missing_package(key) is None]
         elif name != NONE:
             names.append(name)
     subject = source if source.startswith("log_with=") else f"log_with={setting!r} ({source})"

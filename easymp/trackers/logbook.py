@@ -56,7 +56,7 @@ class Logbook(Part):
         self.script_trackers = script_trackers
         self.names = choose(settings.log_with or "jsonl", settings.source("log_with")[1], script_trackers)
         self._main = run.world.rank == 0
-        keeping = [name for name in self.names if name in script_trackers or not TRACKERS[name].watches]
+        keeping = [name for name in self.names if name in script_trackers or TRACKERS[name].kind]
         self._in_files = [name for name in keeping if name in TRACKERS]
         self._names_with_rows = keeping if self._main else []
         self._folder = Path(project.logging_dir or os.curdir)
@@ -254,8 +254,8 @@ class Logbook(Part):
                     if name in self.script_trackers:
                         tracker: Any = ScriptTracker(name, self.script_trackers[name], options)
                     else:
-                        file, _, kind = TRACKERS[name].home.partition(":")
-                        tracker = getattr(imported(f".{file}", __package__), kind)(self._folder, options)
+                        kind = getattr(imported(".writers", __package__), TRACKERS[name].kind)
+                        tracker = kind(self._folder, options)
                     self._trackers[name] = self._start(name, tracker)
                 except EasympError as error:  # raised once the other trackers have their rows
                     self._failure = error

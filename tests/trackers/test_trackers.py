@@ -111,20 +111,6 @@ def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
     assert row == {**plain, "np": 0.5, "np0": 2, "np_bool": True, "fraction": 0.25, "d/e/f": 1, "loss": 2.0}
 
 
-def test_wrong_values_are_refused(tmp_path: Path) -> None:
-    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        for values, step, message in (
-            ({1: 2}, 0, "got 1 as a name"),
-            ({"x": torch.tensor(1j)}, 0, "it has no real value"),
-            ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
-            ({"x": np.ones(2)}, 0, "got a ndarray, which is neither a number nor a word: for images"),
-            ({"x": 1}, True, "whole number"),
-            ({"x": 1}, "1", "whole number"),
-        ):
-            with pytest.raises(SettingError, match=message):
-                acc.log(values, step=step)
-
-
 @dataclass
 class Model:
     depth: int = 2
