@@ -446,7 +446,7 @@ def _add_corners(steps: Counter[Shape], ends: Sequence[tuple[int, int]], sign: i
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:
-    """`box` in parts of at most `most` elements, in the order of its memory."""
+    """`box` in parts of at most `max_elements`, in the order of its memory."""
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
     if box.numel <= max_elements or dim is None:
         yield box

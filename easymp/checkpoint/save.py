@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -359,10 +359,7 @@ class Saves:
         host_copy = self._host_copy if asynchronous else None
         save = Save(self._meeting, self.line, target, limit, self._plan, snapshot, host_copy, extra, tick)
         if not asynchronous:
-            try:
-                save.run()
-            finally:
-                extra.close()
+            save.run()
             return
         run_on_all(self.world, save.copy_to_host, NOT_BEGUN)
         # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each
@@ -400,8 +397,6 @@ class Saves:
         except Exception as error:
             self._error = CheckpointError(error_text(error))
             logger.error("asynchronous checkpoint: %s", self._error)
-        finally:
-            save.extra.close()
 
     def wait(self) -> None:
         """Wait until an asynchronous save is committed; raises its error."""
@@ -450,7 +445,7 @@ class Save:
         self.host_copy.copy(self.own_files, self.snapshot.tensors)
 
     def run(self) -> None:
-        with self.meeting:
+        with closing(self.extra), self.meeting:
             try:
                 _, (folder, digests) = self.meeting.run(self._begin, self._close)
                 reports, _ = self.meeting.run(lambda: self._write(folder, digests), self._close)

@@ -207,7 +207,7 @@ def split_targets(targets: Targets, begin: int, end: int, step: int) -> Iterator
 
 
 def regroup(parts: Iterable[Bytes], step: int, max_buffers: int = sys.maxsize) -> Iterator[Views]:
-    """Yield the bytes of `parts` in groups of `step` bytes or `most` buffers, the smaller of the two."""
+    """Yield the bytes of `parts` in groups of `step` bytes or `max_buffers` buffers, the smaller of the two."""
     group: Views = []
     room = step
     for part in parts:
