@@ -167,11 +167,8 @@ class AcceleratorState(View, AllProcesses):
         """The planned precision: "no" for fp32, any other by its name."""
         return reported(self.plan.precision.value)
 
-    @property
-    def fsdp_plugin(self) -> Any:
-        """The `FullyShardedDataParallelPlugin` of a script of Accelerate on several processes; else None."""
-        return getattr(self._run.accelerator(), "_fsdp_plugin", None)
-
+    # The `FullyShardedDataParallelPlugin` of a script of Accelerate on several processes.
+    fsdp_plugin = property(lambda self: getattr(self._run.accelerator(), "_fsdp_plugin", None))
     deepspeed_plugin = None  # scripts ask: what DeepSpeed shards is strategy "zero1" or "fsdp" here
 
 

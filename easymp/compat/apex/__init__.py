@@ -32,17 +32,15 @@ class MultiTensorApply:
 
 
 APPLY = {"MultiTensorApply": MultiTensorApply, "multi_tensor_applier": MultiTensorApply(2048 * 32)}
-FP16_UTILS = {name: getattr(modules, name) for name in modules.FP16_UTILS}
-NORMALIZATION = {name: getattr(modules, name) for name in modules.NORMALIZATION}
 layer.submodules(
     __name__,
     {
-        "fp16_utils": FP16_UTILS,
-        "fp16_utils.fp16util": FP16_UTILS,
+        "fp16_utils": modules.FP16_UTILS,
+        "fp16_utils.fp16util": modules.FP16_UTILS,
         "multi_tensor_apply": APPLY,
         "multi_tensor_apply.multi_tensor_apply": APPLY,
-        "normalization": NORMALIZATION,
-        "normalization.fused_layer_norm": NORMALIZATION,
+        "normalization": modules.NORMALIZATION,
+        "normalization.fused_layer_norm": modules.NORMALIZATION,
         **{f"optimizers.fused_{file}": {name: getattr(optimizers, name)} for name, file in OPTIMIZER_FILES.items()},
         "parallel.LARC": by_name(parallel.LARC),
         "parallel.distributed": by_name(parallel.DistributedDataParallel, parallel.Reducer),

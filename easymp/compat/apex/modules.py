@@ -15,22 +15,10 @@ from torch.nn import functional
 
 from ...errors import RefusedError
 from ...precision.levels import cast, cast_model
+from ..layer import by_name
 from .amp import layer
 
-FP16_UTILS = [
-    "BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network",
-    "master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists",
-    "to_python_float", "tofp16",
-]  # fmt: skip
-NORMALIZATION = [
-    "FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
-    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]  # fmt: skip
-
 # -- fp16_utils
-
-clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 class tofp16(nn.Module):
@@ -183,5 +171,14 @@ def _in_type_of_weight(affine: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return norm
 
 
-mixed_dtype_fused_layer_norm_affine = _in_type_of_weight(fused_layer_norm_affine)
-mixed_dtype_fused_rms_norm_affine = _in_type_of_weight(fused_rms_norm_affine)
+FP16_UTILS = by_name(
+    BN_convert_float, FP16Model, convert_module, convert_network, master_params_to_model_params,
+    model_grads_to_master_grads, network_to_half, prep_param_lists, to_python_float, tofp16,
+    clip_grad_norm=nn.utils.clip_grad_norm_,
+)  # fmt: skip
+NORMALIZATION = by_name(
+    FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fused_layer_norm, fused_layer_norm_affine,
+    fused_rms_norm, fused_rms_norm_affine,
+    mixed_dtype_fused_layer_norm_affine=_in_type_of_weight(fused_layer_norm_affine),
+    mixed_dtype_fused_rms_norm_affine=_in_type_of_weight(fused_rms_norm_affine),
+)  # fmt: skip
