@@ -140,8 +140,6 @@ def killed(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     return run
 
 
-DDP = "--strategy ddp --processes"
-COLD = {"marks": pytest.mark.cold}  # all ranks die at once, and not after their warm commands
 RESUMED = "after kill 1 the script goes on from update "
 
 
@@ -159,7 +157,7 @@ RESUMED = "after kill 1 the script goes on from update "
         ("-- epochs", "ended after 24: at update 22 local `epoch` at train.py:71 is 0, and not 2"),
         ("-- buffer", ", and at update 22 model.scale (a buffer that is not persistent) is "),
         ("-- second", "; local `other_optimizer` at train.py:60 (SGD) differs"),
-        pytest.param(f"{DDP} 2,1 -- second", "; local `other_optimizer` at train.py:60 (SGD) differs", **COLD),
+        ("--processes 1,2 -- second", "; local `other_optimizer` at train.py:60 (SGD) differs"),
     ],
 )
 def test_what_a_script_does_not_save_is_named(killed, arguments, sentence):
@@ -176,7 +174,8 @@ def test_what_a_script_does_not_save_is_named(killed, arguments, sentence):
         "--kill 2 -- ema",
         "--kill 2 -- asynchronous",
         "--kill 2 -- dropout",
-        pytest.param(f"--kill 2 {DDP} 2,2,1 --no-dropout -- dropout", **COLD),  # bit for bit, then within rounding
+        # Bit for bit, then within rounding; all ranks die at once, and not after their warm commands.
+        pytest.param("--kill 2 --processes 2,2,1 --no-dropout -- dropout", marks=pytest.mark.cold),
     ],
 )
 def test_sound_scripts_raise_no_alarm(killed, arguments):

@@ -28,7 +28,7 @@ from ..harness.rank import Stop, read_task, row_checksums
 from . import FIRST
 from .rank import DTYPE_NAMES, EXPLAINED, Repeater, Writer, options_of
 
-# Wrappers of a model, by the attribute with what they wrap.
+# Wrappers of a model, and the attribute that has the model.
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
 SEVERAL = "the reference trains several models, and one is compared"
 
@@ -81,8 +81,7 @@ class Reference(Writer):
         """Take the outermost module of a training forward for the model, and record its samples."""
         if self.depth or not (module.training and torch.is_grad_enabled()):
             return
-        while (name := WRAPPERS.get(type(module).__name__)) and isinstance(inner := getattr(module, name), nn.Module):
-            module = inner
+        module = unwrapped(module)
         if not any(p.requires_grad for p in module.parameters()):
             return  # a loss function
         if next(self.root.parameters(), None) is None:
@@ -161,6 +160,15 @@ class Reference(Writer):
     def _save(self, name: str, tree: dict[str, Any]) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             save_tree(tree, self.folder / f"{name}.safetensors")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of wrappers, and of subclasses of them."""
+    for kind in type(module).__mro__:
+        inner = getattr(module, WRAPPERS.get(kind.__name__, ""), None)
+        if isinstance(inner, nn.Module):
+            return unwrapped(inner)
+    return module
 
 
 def tensors_of(args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Tensor]:

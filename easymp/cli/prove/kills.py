@@ -108,7 +108,8 @@ class Kills:
         return {"verdict": verdict, **facts, "kills": self._kills, "updates": []}
 
     def _success(self, chains: int) -> str:
-        sizes, inside = self._args.processes, sum(kill["inside a save"] for kill in self._kills)
+        sizes = list(dict.fromkeys(self._args.processes))
+        inside = sum(kill["inside a save"] for kill in self._kills)
         processes = f"{' and '.join(map(str, sizes))} process{'es' * (sizes != [1])}"
         return (
             f"killed {len(self._kills)} times ({inside} inside a save) in {chains} training{'s' * (chains > 1)} of "
@@ -253,8 +254,10 @@ class Kills:
 
     def _changed_in_loaders(self, start: Start) -> list[str]:
         """What the loaders of a start that failed hold otherwise than at the same update without a kill."""
-        steps = self._reference.steps[0]
-        state = next((step["state"] for (update, _), step in steps.items() if update > start.updates), {})
+        state: Entry = {}  # of the update in which it failed
+        for (update, _), step in self._reference.steps[0].items():
+            if update == start.updates + 1:
+                state = step["state"]
         expected = {**state.get("objects", {}), **state.get("variables", {})}
         values = {name: value for event in start.events("failed") for name, value in event["loaders"].items()}
         return [name for name in values if name in expected and values[name] != expected[name]]
