@@ -164,6 +164,8 @@ class Child:
         psutil.wait_procs(processes, timeout=GRACE)
 
     def _children(self) -> list[psutil.Process]:
+        if self.process.returncode is not None:  # its number may be another process's by now
+            return []
         try:
             children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
             return children
