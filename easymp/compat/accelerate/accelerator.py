@@ -536,5 +536,6 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
     @property
     def _models(self) -> list[nn.Module]:  # libraries ask whether there are any
         return [*(model.view for model in self._prepared.models), *self._evaluated]
+
     # Strategy and strategy_options say how models are split, no run here is DeepSpeed's, and fp8 is torch's own.
     parallelism_config = deepspeed_plugin = fp8_backend = property(lambda self: None)
