@@ -91,7 +91,7 @@ PARTS = PartRegistry(
         "activation_offload": ("parts.activations:ActivationOffload", "offloads activations", "activation_offload"),
         "fp8_weights": ("parts.fp8:RoundedWeights", "rounds weights to fp8 once an update", ""),
         "optimizer_in_backward": ("parts.in_backward:StepInBackward", "steps in backward", "optimizer_in_backward"),
-        "local_sgd": ("parts.ema:LocalAveraging", "averages models now and then", ""),
+        "local_sgd": ("parts.local_averaging:LocalAveraging", "averages models now and then", ""),
         "ema": ("parts.ema:AveragedWeights", "keeps a moving average of the weights", "ema_decay"),
         "nonfinite": ("parts.nonfinite:Nonfinite", "answers to numbers that are not finite", ""),
         "replicas": ("parts.replicas:Replicas", "compares the ranks' parameters", "replica_check"),

@@ -41,7 +41,7 @@ WAITS = {
     "nonfinite.py loss": "nonfinite='raise' reads the loss",
     "process_group.py any": "nonfinite='raise' asks all ranks",
     "scaler.py skipped": "a scheduler does not step where the update was skipped",
-    "ema.py stepped": "local_sgd counts updates that were not skipped",
+    "local_averaging.py stepped": "local_sgd counts updates that were not skipped",
     "engine.py _step_by_torch": "an optimizer that does not know a loss scale steps or not",
     "tensor_parallel.py _compare_gradients": "the first step compares gradients of whole parameters",
     "masters.py average": "low-precision parameters without a gradient on this rank may have one on others",

@@ -1,7 +1,7 @@
-"""Averages of weights: over the updates (``Accelerator(ema_decay=0.999)``), and over the ranks (strategy "local_sgd").
+"""The moving average of the weights: ``Accelerator(ema_decay=0.999)``, used inside ``accelerator.averaged()``.
 
-The optimizer's engine moves the averages over updates as it steps, our kernels in the same pass. They are states of the
-optimizer, so checkpoints keep them.
+The optimizer's engine moves the averages as it steps, our kernels in the same pass. They are states of the optimizer,
+so checkpoints keep them.
 """
 
 from __future__ import annotations
@@ -72,21 +72,3 @@ class AveragedWeights(Part):
                 "save_state() inside `with accelerator.averaged():` would keep averages as the weights of training: "
                 "save after the block. The averages are in every checkpoint; save_model inside writes them as weights"
             )
-
-
-class LocalAveraging(Part):
-    """Averages the models of strategy "local_sgd": after updates, and where all ranks are at one place."""
-
-    name = "local_sgd"
-
-    def begin(self) -> None:
-        if not self.run.prepared.strategy.local_updates:
-            self.run.parts.remove(self)
-
-    def stepped(self, optimizer: Any) -> None:
-        skipped = optimizer.turn.skipped
-        if skipped is None or not skipped.item():
-            self.run.prepared.strategy.count(optimizer.optimizer)
-
-    def settle(self) -> None:
-        self.run.prepared.strategy.settle()

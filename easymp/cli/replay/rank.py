@@ -17,8 +17,8 @@ import torch
 
 from ... import __file__ as easymp_file
 from ...data import Samples, SampleTracker
-from ...parts.nonfinite import ModuleSearch
 from ...parts.ring import Entry, path_of, read
+from ...training.search import ModuleSearch
 from ...training.state import accelerators
 from ..harness.rank import Runner, Stop, read_task
 from . import DIFFERS, END, NOT_REACHED, SAME, newest
