@@ -9,14 +9,16 @@ import importlib
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from easymp.compat.lightning_fabric.loggers import CSVLogger, TensorBoardLogger
-from easymp.compat.lightning_fabric.utilities import rank_zero
+from easymp.compat.lightning_fabric.utilities import rank_zero, seed
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -29,6 +31,7 @@ from . import fabric_script
 from .fabric_script import Block, pretrained
 
 OURS = "easymp.compat.lightning_fabric"
+WORKER_DRAWS = [(52, 888, 824), (586, 580, 411), (583, 811, 809)]  # of Fabric 2.6.6: torch, Python, NumPy
 SHARDED = {"auto_wrap_policy": {Block}, "activation_checkpointing_policy": {Block}, "cpu_offload": False}
 
 
@@ -124,7 +127,7 @@ def test_files_hold_what_the_state_names(fabric, tmp_path):
         assert torch.equal(model.weight, weight) and torch.equal(average.weight, new_model)
         assert optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"].tolist() == [[1.0, 1.0]]
         assert set(fabric.load(path, {"model": model})) == {"ema", "optimizer", "scheduler", "epoch"}
-    with pytest.raises(KeyError, match="has no 'steps'"):
+    with pytest.raises(KeyError, match="contains a key 'steps' that does not exist in"):
         fabric.load(path, {"steps": 0})
     assert fabric.load(path, {"steps": 0}, strict=False).keys() == state.keys()
     with pytest.raises(FileNotFoundError, match="there is no file"):
@@ -136,10 +139,13 @@ def test_files_hold_what_the_state_names(fabric, tmp_path):
 def test_filters_choose_and_raw_files_are_read(fabric, tmp_path):
     model, optimizer = one_model(fabric)
     path = tmp_path / "part.ckpt"
-    fabric.save(path, {"model": model, "optimizer": optimizer}, {"model": lambda name, _: name == "bias"})
+    state = {"model": model, "optimizer": optimizer, "step": 2}
+    fabric.save(path, state, {"model": lambda name, _: name == "bias"})
     assert fabric.load(path)["model"].keys() == {"bias"}
+    fabric.save(path, state, dict.fromkeys(state, lambda *_: False))
+    assert fabric.load(path) == {"step": 2}  # a number has no names to choose from
     for wrong, error, message in (
-        ({"net": lambda name, value: False}, ValueError, "The filter keys \\['net'\\] are not present"),
+        ({"net": lambda name, value: False}, ValueError, "The filter keys {'net'} are not present"),
         ({"model": True}, TypeError, "to be a callable, given True"),
         (len, TypeError, "Filter should be a dictionary"),
     ):
@@ -162,6 +168,7 @@ def test_true_low_precision_takes_six_bytes_a_parameter(precision, dtype):
     fabric = Fabric(accelerator="cpu", precision=precision)
     with fabric.init_module(empty_init=False):
         net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    assert fabric.setup(Dtypes())(torch.ones(1)) == (dtype, dtype)
     assert torch.get_default_dtype() == torch.float32 and net[0].weight.dtype == dtype
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-4))
     assert (model.dtype, model.device.type) == (dtype, "cpu")
@@ -173,6 +180,39 @@ def test_true_low_precision_takes_six_bytes_a_parameter(precision, dtype):
     moments = [value for values in optimizer.state.values() for name, value in values.items() if name != "step"]
     assert {tensor.dtype for tensor in (*model.parameters(), *moments)} == {dtype}
     assert len(moments) == 2 * len(optimizer.param_groups[0]["params"]) and optimizer.masters == []
+    fabric.easymp.close()
+
+
+class Dtypes(nn.Linear):
+    """Gives back the dtypes of its input, and of tensors that it makes."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, x):
+        return x.dtype, torch.ones(1).dtype
+
+
+def test_forward_gets_its_inputs_in_the_run_s_precision():
+    for precision, inputs in (("32-true", torch.float64), ("bf16-mixed", torch.bfloat16)):
+        fabric = Fabric(accelerator="cpu", precision=precision)
+        assert fabric.setup(Dtypes())(torch.ones(1, dtype=torch.float64)) == (inputs, torch.float32)
+        assert fabric.setup(nn.Identity())(torch.arange(2)).dtype == torch.int64
+        fabric.easymp.close()
+
+
+def test_double_precision_is_of_weights_inputs_and_new_tensors():
+    fabric = Fabric(accelerator="cpu", precision="64-true")
+    with fabric.init_module():
+        assert nn.Linear(1, 1).weight.dtype == torch.float64
+    net = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert fabric.setup(Dtypes())(torch.ones(1)) == (torch.float64, torch.float64)
+    loss = model(torch.ones(1, 2)).sum()
+    fabric.backward(loss)
+    optimizer.step()
+    assert (loss.dtype, model.weight.dtype, model.weight.grad.dtype) == (torch.float32, torch.float64, torch.float64)
+    assert torch.get_default_dtype() == torch.float32
     fabric.easymp.close()
 
 
@@ -205,8 +245,9 @@ def test_a_launched_function_runs_on_each_process(strategy):
     ):
         with pytest.raises(TypeError, match=message):
             fabric.launch(*arguments)
-    with pytest.raises(StepError, match=r"you must call `.launch\(\)` first"):
-        fabric.barrier()
+    for call in (fabric.barrier, fabric.setup_dataloaders):
+        with pytest.raises(StepError, match=r"you must call `.launch\(\)` first"):
+            call()
 
 
 def test_seeds_come_from_lightnings_variable_and_go_there(fabric, monkeypatch):
@@ -214,8 +255,8 @@ def test_seeds_come_from_lightnings_variable_and_go_there(fabric, monkeypatch):
     assert os.environ["PL_SEED_WORKERS"] == "1" and L.seed_everything() == 3
     assert os.environ["PL_SEED_WORKERS"] == "0"
     first = torch.rand(1)
-    torch.manual_seed(3)
-    assert torch.equal(first, torch.rand(1))
+    seed.reset_seed()
+    assert torch.equal(first, torch.rand(1)) and os.environ["PL_SEED_WORKERS"] == "0"
     for text, message in ("three", "Invalid seed specified via PL_GLOBAL_SEED"), (str(2**32), "is not in bounds"):
         monkeypatch.setenv("PL_GLOBAL_SEED", text)
         with pytest.raises(ValueError, match=message):
@@ -223,8 +264,18 @@ def test_seeds_come_from_lightnings_variable_and_go_there(fabric, monkeypatch):
     with pytest.raises(ValueError, match="-1 is not in bounds"):
         L.seed_everything(-1)
     monkeypatch.delenv("PL_GLOBAL_SEED")
+    seed.reset_seed()  # nothing, without the variable
     with pytest.warns(UserWarning, match="No seed found"):
         assert L.seed_everything() == 0
+
+
+def test_workers_draw_the_numbers_of_lightnings_workers():
+    draws = []
+    for worker, rank in ((0, 0), (1, 0), (0, 1)):
+        torch.manual_seed(100 + worker)  # as a DataLoader seeds its workers
+        seed.pl_worker_init_function(worker, rank)
+        draws.append((torch.randint(1000, (1,)).item(), random.randrange(1000), numpy.random.randint(1000)))
+    assert draws == WORKER_DRAWS
 
 
 def test_settings_count_where_the_script_says_nothing(monkeypatch, tmp_path):
@@ -261,7 +312,7 @@ class Remembers:
 def test_setup_in_any_order_once_an_object(fabric):
     model, optimizer = one_model(fabric)
     loader = fabric.setup_dataloaders(DataLoader(range(4)))
-    for item in (model, optimizer, loader):
+    for item in (model, optimizer, loader, torch.compile(model)):
         assert L.is_wrapped(item)
     assert not L.is_wrapped(nn.Linear(2, 1)) and not L.is_wrapped(None)
     for call, error, message in (
@@ -311,6 +362,9 @@ def shares(folder):
     own_sampler = type("Own", (), {"__iter__": lambda self: iter([[0], [1]])})()
     with pytest.raises(RefusedError, match="batch_sampler of class Own: its batches cannot be shared"):
         fabric.setup_dataloaders(DataLoader(data, batch_sampler=own_sampler))
+    endless = type("Endless", (torch.utils.data.Sampler,), {"__iter__": lambda self: iter(range(9))})()
+    with pytest.raises(TypeError, match="a sampler in your DataLoader without a length: add __len__"):
+        fabric.setup_dataloaders(DataLoader(data, sampler=endless))
     all_rows = fabric.setup_dataloaders(DataLoader(data, batch_sampler=own_sampler), use_distributed_sampler=False)
     assert [batch.tolist() for batch in all_rows] == [[0], [1]]
     workers = fabric.setup_dataloaders(DataLoader(data, num_workers=1))
@@ -346,10 +400,11 @@ def collectives(folder):
     assert x.grad.tolist() == [4.0 + 2.0 * rank]  # of the losses of both ranks
     assert fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == 1
     values = {"a": torch.tensor(rank), "b": [torch.tensor([float(rank) + 2])]}
-    fabric.all_reduce(values, reduce_op="max")  # tensors in place
+    assert fabric.all_reduce(values["a"], reduce_op="max") is values["a"]  # in place
+    fabric.all_reduce(values, reduce_op="max")
     assert values == {"a": 1, "b": [3.0]}
     assert fabric.all_reduce(rank + 2, reduce_op=torch.distributed.ReduceOp.PRODUCT).item() == 6
-    with pytest.raises(RefusedError, match=r"reduce_op='bxor' is not run here.*mean, avg, sum, max"):
+    with pytest.raises(RefusedError, match=r"invalid reduce_op name: reduce_op='bxor'.*mean, avg, sum, max"):
         fabric.all_reduce(torch.ones(1), reduce_op="bxor")
     with pytest.raises(RefusedError, match="group is not honoured"):
         fabric.all_gather(torch.ones(1), group=object())
@@ -417,6 +472,31 @@ def test_ddp_of_one_process_is_a_group_of_one():
         fabric.easymp.close()
 
 
+def test_choices_of_fabric_on_a_cpu():
+    assert type(Fabric(accelerator="cpu", devices=2).strategy) is DDPStrategy
+    with pytest.warns(UserWarning, match="'dp' is not supported on CPUs"):
+        assert type(Fabric(accelerator="cpu", strategy="dp").strategy) is DDPStrategy
+    with pytest.warns(UserWarning, match="'16-mixed' on a CPU is 'bf16-mixed'"):
+        fabric = Fabric(accelerator="cpu", precision="16-mixed")
+    assert fabric.easymp.mixed_precision == "bf16"
+    fabric.easymp.close()
+
+
+def test_a_sampler_hears_of_each_pass_once(fabric):
+    class Passes(SequentialSampler):
+        calls = ()
+
+        def set_epoch(self, epoch):
+            self.calls += (epoch,)
+
+    sampler = Passes(range(2))
+    for _ in range(2):
+        loader = fabric.setup_dataloaders(DataLoader(range(2), sampler=sampler))
+        list(loader)
+        list(loader)
+    assert sampler.calls == (0, 1, 0, 1)
+
+
 def test_rows_of_metrics(tmp_path):
     for version in (0, 1):
         log = CSVLogger(tmp_path, name="run", prefix="train", flush_logs_every_n_steps=2)
@@ -440,10 +520,14 @@ def test_rows_of_metrics(tmp_path):
     board.finalize("success")
     assert not Path(tmp_path, "board").exists()  # nothing was logged
     board.log_metrics({"loss": 1.0}, 2)
-    board.log_hyperparams({"lr": 0.1, "model": nn.Linear}, {"best": 1.0})
+    board.log_hyperparams({"lr": 0.1, "model": nn.Linear, 3: 4}, {"best": 1.0})
+    board.log_graph(nn.Linear(2, 1), torch.ones(1, 2))
+    with pytest.warns(UserWarning, match="pass input_array"):
+        board.log_graph(nn.Linear(2, 1))
     board.save()
     board.finalize("success")
     assert list(Path(tmp_path, "board/version_0/rank").glob("events*"))
+    assert TensorBoardLogger("~/runs", "board", "last").log_dir == os.path.expanduser("~/runs/board/last")
 
 
 def test_a_norm_that_is_not_finite_is_an_error(fabric):
@@ -460,12 +544,14 @@ def test_a_norm_that_is_not_finite_is_an_error(fabric):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"precision": "64-true"}, RefusedError, "64-true"),
+        ({"precision": "8-true"}, RefusedError, "invalid precision name: precision='8-true'"),
         ({"strategy": "deepspeed_stage_3"}, RefusedError, "pass 'fsdp'"),
         ({"strategy": "fspd"}, RefusedError, "fsdp"),
         ({"accelerator": "tpu"}, SettingError, "tpu"),
         ({"devices": [1]}, RefusedError, "CUDA_VISIBLE_DEVICES"),
         ({"devices": 0}, SettingError, "number of processes"),
+        ({"devices": []}, SettingError, "number of processes"),
+        ({"num_nodes": 0}, SettingError, "must be a positive integer, got 0"),
         ({"num_nodes": 2}, RefusedError, "easymp launch --nodes 2"),
         ({"plugins": object()}, RefusedError, "plugins"),
         ({"loggers": "jsonl"}, RefusedError, "pass objects with log_metrics"),
@@ -520,6 +606,9 @@ def test_fabric_has_no_other_names(module):
 
 
 class TwoWays(nn.Linear):
+    def training_step(self, x):
+        return 3 * self(x)
+
     def twice(self, x):
         self.cast = torch.is_autocast_enabled("cpu")
         return 2 * self(x)
@@ -532,10 +621,12 @@ def marked(precision=None):
     model.mark_forward_method("twice")
     model.mark_forward_method(model.twice)
     fabric.backward(model.twice(torch.ones(1, 2) * (fabric.global_rank + 1)).sum())
+    if fabric.world_size > 1:  # a LightningModule's steps are marked there, as in Fabric
+        fabric.backward(model.training_step(torch.ones(1, 2)).sum())
     for method, error, message in (
-        ("thrice", AttributeError, "has no such method"),
-        ("forward", ValueError, "forward is marked always"),
-        (3, TypeError, "got a int"),
+        ("thrice", AttributeError, "`TwoWays.thrice` does not exist or is not a method"),
+        ("forward", ValueError, "You cannot mark the forward method itself"),
+        (3, TypeError, "Expected a method or a string, got a int"),
     ):
         with pytest.raises(error, match=message):
             model.mark_forward_method(method)
@@ -545,4 +636,4 @@ def marked(precision=None):
 
 def test_a_marked_method_computes_as_forward(ranks):
     assert marked("bf16-mixed") == (True, [[2.0, 2.0]])
-    assert ranks(marked) == [(False, [[3.0, 3.0]])] * 2
+    assert ranks(marked) == [(False, [[6.0, 6.0]])] * 2

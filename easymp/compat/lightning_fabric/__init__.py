@@ -1,6 +1,6 @@
 """Lightning Fabric's interface: ``import easymp.compat.lightning_fabric as L``, or ``from … import Fabric``.
 
-Not here: TPUs, DeepSpeed as a strategy, plugins, double precision, quantization.
+Not here: TPUs, DeepSpeed as a strategy, plugins, quantization.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...base.pytree import send_to_device
 from ...distributed import read_ranks
 from ...logging import get_logger
 from ..layer import by_name
-from .fabric import Fabric, seed_everything
+from .fabric import Fabric, pl_worker_init_function, reset_seed, seed_everything
 from .fabric import is_set_up as is_wrapped
 from .strategies import DDPStrategy, FSDPStrategy, Strategy, layer
 
@@ -135,7 +135,8 @@ class TensorBoardLogger(Logger):
 
     @property
     def log_dir(self) -> str:
-        return os.path.join(super().log_dir, self._sub_dir)
+        folder = os.path.join(super().log_dir, self._sub_dir) if self._sub_dir else super().log_dir
+        return os.path.expanduser(os.path.expandvars(folder))
 
     @property
     def experiment(self) -> Any:
@@ -155,8 +156,18 @@ class TensorBoardLogger(Logger):
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Mapping[str, float] | None = None) -> None:
         values = params if isinstance(params, Mapping) else vars(params)
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+        plain = {str(k): v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
         self.experiment.add_hparams(plain, dict(self._default_metrics if metrics is None else metrics), run_name=".")
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Add the graph of a model's call with `input_array`, by default with its ``example_input_array``."""
+        inputs = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if isinstance(inputs, (Tensor, tuple)):
+            self.experiment.add_graph(getattr(model, "module", model) if is_wrapped(model) else model, inputs)
+        else:
+            remedy = "pass input_array, a tensor or a tuple of arguments"
+            warnings.warn(f"Could not log computational graph to TensorBoard: {remedy}", UserWarning, stacklevel=2)
 
     def save(self) -> None:
         """Write what was logged."""
@@ -165,6 +176,7 @@ class TensorBoardLogger(Logger):
 
     def finalize(self, status: str) -> None:
         """Write what was logged, and close the files."""
+        self.save()
         if self._experiment is not None:
             self._experiment.close()
 
@@ -183,7 +195,7 @@ layer.submodules(
         "strategies": by_name(DDPStrategy, FSDPStrategy, Strategy),
         "utilities": {**RANK_ZERO, "move_data_to_device": send_to_device},
         "utilities.rank_zero": RANK_ZERO,
-        "utilities.seed": by_name(seed_everything),
+        "utilities.seed": by_name(pl_worker_init_function, reset_seed, seed_everything),
         "utilities.throughput": {},
         "wrappers": {"is_wrapped": is_wrapped},
     },

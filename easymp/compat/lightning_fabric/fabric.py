@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from types import MethodType
@@ -27,25 +28,29 @@ from ... import launcher
 from ...accelerator import Accelerator
 from ...base import env
 from ...base.pytree import map_leaves, recursively_apply, send_to_device
-from ...base.rng import mix, seed_host, set_seed
+from ...base.rng import set_seed
 from ...checkpoint.export import get_state_dict, read_object, write_object
 from ...checkpoint.ranks import run_on_rank_0
 from ...checkpoint.weights import in_memory, load_source, open_source
 from ...distributed import read_ranks
-from ...errors import NonfiniteError, RefusedError, SettingError, StepError
+from ...errors import LengthError, NonfiniteError, RefusedError, SettingError, StepError
 from ...launcher.entrypoints import notebook_launcher
+from ...logging import get_logger
 from ...optim import PreparedOptimizer
 from ...optim.torch_step import parameters_of
+from ...precision.levels import cast
 from ...settings import resolve
 from ...training.prepare import PrepareOptions
 from ...training.wrapper import routed
 from ..accelerate.accelerator import adopt
 from ..layer import plain_steps_on_cpu, unless_set
 from .strategies import (
+    DOUBLE,
     FORKED,
+    MIXED_DTYPES,
     PRECISIONS,
     REDUCTIONS,
-    TRUE_HALVES,
+    TRUE_DTYPES,
     Strategy,
     count_processes,
     is_cpu,
@@ -57,6 +62,8 @@ UNSPREAD = ("auto", "single", "data_parallel")  # strategies of which one proces
 StrPath = str | os.PathLike[str]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 SEED, SEED_WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"  # Lightning's variables
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")  # of a LightningModule
+log = get_logger(__name__)
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -73,11 +80,45 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         raise ValueError(f"{seed} is not in bounds, numpy accepts from 0 to {2**32 - 1}")
     env.put({SEED: str(seed), SEED_WORKERS: str(int(workers))})
     set_seed(seed)
+    if verbose:
+        log.info("Seed set to %d", seed)
     return seed
 
 
+def reset_seed() -> None:
+    """Seed again as the last `seed_everything` did, if there was one."""
+    if env.read(SEED) is not None:
+        seed_everything(workers=env.flag(SEED_WORKERS, False), verbose=False)
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed a worker process of a DataLoader by its number, its rank and the loader's seed, to Lightning's values."""
+    base = torch.initial_seed() - worker_id
+    rank = read_ranks().rank if rank is None else rank
+    seed, high, low = _worker_seeds(base << 32 | worker_id << 16 | rank)
+    torch.manual_seed(seed)
+    random.seed(high << 32 | low)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(numpy.random.SeedSequence([base, worker_id, rank]).generate_state(4))
+
+
+def _worker_seeds(state: int) -> list[int]:
+    """Three numbers of 64 bits: MurmurHash3's finalizer, then Knuth's linear congruential generator."""
+    bits = 2**64 - 1
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        state = (state ^ state >> 33) * factor & bits
+    state ^= state >> 33
+    seeds = []
+    for _ in range(3):
+        state = state * 6364136223846793005 + 1 & bits
+        seeds.append(state)
+    return seeds
+
+
 def is_set_up(obj: object) -> bool:
-    """Whether `obj` came from a setup method."""
+    """Whether `obj` came from a setup method, also inside torch.compile."""
+    obj = getattr(obj, "_orig_mod", obj)
     return hasattr(type(obj), "_easymp_route") or isinstance(obj, (PreparedOptimizer, FabricDataLoader))
 
 
@@ -94,17 +135,44 @@ class _Accelerator(Accelerator):
 def mark_forward_method(self: Any, method: MethodType | str) -> None:
     """Let `method` of a model that was set up compute as forward does: under autocast and the strategy."""
     if not isinstance(method, (MethodType, str)):
-        raise TypeError(f"mark_forward_method() takes a method or its name, got a {type(method).__name__}")
+        raise TypeError(f"Expected a method or a string, got a {type(method).__name__}")
     name, route = method if isinstance(method, str) else method.__name__, self._easymp_route
     if name == "forward":
-        raise ValueError("mark_forward_method('forward'): forward is marked always. Name another method")
+        raise ValueError("You cannot mark the forward method itself: it is marked always")
     if not isinstance(getattr(route.original, name, None), MethodType):
-        raise AttributeError(f"mark_forward_method({name!r}): {type(route.original).__name__} has no such method")
-    setattr(type(self), name, routed(route, name))
+        raise AttributeError(f"`{type(route.original).__name__}.{name}` does not exist or is not a method.")
+    setattr(type(self), name, self._in_precision(routed(route, name)))
 
 
 def _first_parameter(model: Any) -> Tensor:
     return next(iter(model.parameters()), torch.empty(0))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, new floating-point tensors have `dtype`; None changes nothing."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_precision(inputs: torch.dtype, weights: torch.dtype | None) -> Callable[[Any], Any]:
+    """A decorator of a view's methods: they get floating-point tensors as `inputs`, and compute with `weights`."""
+
+    def decorate(method: Any) -> Any:
+        @wraps(method)
+        def computing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast(args, inputs), cast(kwargs, inputs)
+            with default_dtype(weights):
+                outputs = method(self, *args, **kwargs)
+            return cast(outputs, torch.get_default_dtype())
+
+        return computing
+
+    return decorate
 
 
 class _EmptyInit(TorchFunctionMode):
@@ -135,12 +203,13 @@ class FabricDataLoader(DataLoader[Any]):
         return len(self._dataloader)
 
     def __iter__(self) -> Any:  # an iterator, for which torch has a type of its own
-        samplers: list[Any] = [self._dataloader.sampler, getattr(self._dataloader.batch_sampler, "sampler", None)]
-        for sampler in samplers:
+        loader = self._dataloader
+        samplers = {id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))}
+        for sampler in samplers.values():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(self._passes)
         self._passes += 1
-        for batch in self._dataloader:
+        for batch in loader:
             yield batch if self.device is None else send_to_device(batch, self.device)
 
 
@@ -148,6 +217,9 @@ class DealtSampler(DistributedSampler[int]):
     """Deals the indices of another sampler to the ranks, one after the other."""
 
     def __init__(self, sampler: Any, **shares: Any) -> None:
+        if not isinstance(sampler, Sized):
+            remedy = "add __len__, by which it is dealt to the processes, or pass use_distributed_sampler=False"
+            raise LengthError(f"You seem to have configured a sampler in your DataLoader without a length: {remedy}")
         self.sampler = sampler
         super().__init__(sampler, shuffle=False, **shares)
 
@@ -179,11 +251,6 @@ def shard(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoade
     return sharded
 
 
-def seed_worker(rank: int, worker: int) -> None:
-    """Let the random streams of a worker process differ between ranks, too."""
-    seed_host(mix(torch.initial_seed(), "rank", rank))
-
-
 # -- the Fabric ------------------------------------------------------------------------------------------------------
 
 
@@ -197,11 +264,22 @@ class Fabric:
     ) -> None:  # fmt: skip
         if plugins:
             raise RefusedError(f"plugins={plugins!r} is not honoured: pass precision=, and use a launcher")
+        if num_nodes < 1:
+            raise SettingError(f"`num_nodes` must be a positive integer, got {num_nodes}")
         self._cpu, ranks = is_cpu(accelerator), read_ranks()
+        self._devices = count_processes(devices, self._cpu)
         self._precision = None if precision is None else lookup("precision", str(precision), PRECISIONS)
+        on_cpu = self._cpu or torch.accelerator.current_accelerator(check_available=True) is None
+        if self._precision == "fp16" and on_cpu:
+            warnings.warn("precision='16-mixed' on a CPU is 'bf16-mixed'", UserWarning, stacklevel=2)
+            self._precision = "bf16"
+        if strategy == "dp" and on_cpu:
+            warnings.warn("'dp' is not supported on CPUs, hence setting `strategy='ddp'`.", UserWarning, stacklevel=2)
+            strategy = "ddp"
+        if strategy == "auto" and max(self._devices, ranks.size) > 1:
+            strategy = "ddp"
         self.strategy = read_strategy(strategy)
         self.strategy.fabric = weakref.ref(self)
-        self._devices = count_processes(devices, self._cpu)
         script = getattr(sys.modules["__main__"], "__file__", None)
         self._forks = strategy in FORKED or (script is None and self._devices > 1)
         if ranks.size > 1 and devices not in ("auto", -1, "-1") and ranks.local_size != self._devices:
@@ -249,7 +327,8 @@ class Fabric:
                 raise StepError(f"devices={self._devices} in one process: {remedy}")
             strategy = self.strategy if distributed else Strategy("auto")
             settings = plain_steps_on_cpu(resolve(), self._cpu)
-            precision = unless_set(settings, "mixed_precision", self._precision, "no")
+            named = "no" if self._precision == DOUBLE else self._precision
+            precision = unless_set(settings, "mixed_precision", named, "no")
             self._accelerator = _Accelerator(
                 mixed_precision=precision,
                 strategy=None if strategy.strategy == "auto" else strategy.strategy,  # type: ignore[arg-type]
@@ -259,7 +338,7 @@ class Fabric:
                 log_with="none",
                 settings=settings,
             )
-            if precision in TRUE_HALVES:
+            if precision in TRUE_DTYPES:
                 self._accelerator._prepared.round_updates()
         return self._accelerator
 
@@ -275,6 +354,11 @@ class Fabric:
     def _is_group(self) -> bool:
         """Whether the processes are a group: of several, or of one under a strategy for several, as in Fabric."""
         return self.world_size > 1 or self.strategy.strategy not in UNSPREAD
+
+    @property
+    def _true_dtype(self) -> torch.dtype | None:
+        """The dtype of all weights under "bf16-true" and its kind."""
+        return TRUE_DTYPES.get(DOUBLE if self._precision == DOUBLE else self.easymp._precision.name)
 
     # -- models, optimizers and loaders
 
@@ -304,10 +388,19 @@ class Fabric:
     def _set_up_module(self, method: str, module: nn.Module, move_to_device: bool) -> nn.Module:
         if is_set_up(module):
             raise ValueError(f"A model should be passed only once to the `{method}` method: use what it returned")
+        if self._precision == DOUBLE:
+            module.double()
         adopt(self.easymp, [module])
         model: Any = self.easymp.prepare(module, device_placement=[move_to_device])
         view = type(model)  # made for this model
+        inputs = self._true_dtype or MIXED_DTYPES.get(self.easymp._precision.name)
+        view._in_precision = staticmethod(in_precision(inputs, self._true_dtype) if inputs else lambda method: method)
+        view.__call__ = view._in_precision(view.__call__)
+        view.forward = view._in_precision(view.forward)
         view.mark_forward_method = mark_forward_method
+        for name in STEP_METHODS if self._is_group else ():
+            if isinstance(getattr(module, name, None), MethodType):
+                model.mark_forward_method(name)
         if not hasattr(module, "device"):
             view.device = self.device if move_to_device else property(lambda self: _first_parameter(self).device)
         if not hasattr(module, "dtype"):
@@ -328,6 +421,7 @@ class Fabric:
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
         """One loader, or a list of several, of which each rank reads its share, by DistributedSampler."""
+        device = self.device if move_to_device else None
         if not dataloaders:
             raise ValueError("`setup_dataloaders` requires at least one dataloader as input")
         prepared = []
@@ -341,8 +435,8 @@ class Fabric:
             if use_distributed_sampler and self._is_group and not is_shared:
                 loader = shard(loader, self.global_rank, self.world_size, int(env.read(SEED, "0") or 0))
             if env.flag(SEED_WORKERS, False) and loader.num_workers and loader.worker_init_fn is None:
-                loader.worker_init_fn = partial(seed_worker, self.global_rank)
-            prepared.append(FabricDataLoader(loader, self.device if move_to_device else None))
+                loader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+            prepared.append(FabricDataLoader(loader, device))
         return prepared if len(prepared) > 1 else prepared[0]
 
     # -- the step
@@ -378,14 +472,9 @@ class Fabric:
 
     @contextmanager
     def init_tensor(self) -> Iterator[None]:
-        """Inside, new tensors are on this rank's device; under "bf16-true" and "O3" they have its dtype."""
-        default = torch.get_default_dtype()
-        with self.device:
-            torch.set_default_dtype(TRUE_HALVES.get(self.easymp._precision.name, default))
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(default)
+        """Inside, new tensors are on this rank's device; under "bf16-true" and its kind they have its dtype."""
+        with self.device, default_dtype(self._true_dtype):
+            yield
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -441,7 +530,12 @@ class Fabric:
             raise RefusedError("all_reduce: group is not honoured: all ranks take part")
         operation = lookup("reduce_op", str(reduce_op).rpartition(".")[2].lower(), REDUCTIONS)
         reduce = self.easymp.reduce if operation in ("mean", "sum") else self.easymp._world.reduce
-        return _on_numbers(lambda leaf: leaf.detach().copy_(reduce(leaf, operation)), data, self.device)
+
+        def in_place(leaf: Tensor) -> Tensor:
+            leaf.detach().copy_(reduce(leaf, operation))
+            return leaf
+
+        return _on_numbers(in_place, data, self.device)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Rank 0 runs the block before the others; with `local` that of each node."""
@@ -456,13 +550,15 @@ class Fabric:
         if not isinstance(filter, Mapping):
             raise TypeError(f"Filter should be a dictionary, given {filter!r}")
         if unknown := set(filter) - set(state):
-            raise ValueError(f"The filter keys {sorted(unknown)} are not present in the state keys {sorted(state)}")
+            raise ValueError(f"The filter keys {unknown} are not present in the state keys {sorted(state)}")
         for key, predicate in filter.items():
             if not callable(predicate):
                 raise TypeError(f"Expected `filter` of save for key {key!r} to be a callable, given {predicate!r}")
         contents = {key: self._whole_state(item) for key, item in state.items()}
         for key, predicate in filter.items():
-            contents[key] = {name: value for name, value in contents[key].items() if predicate(name, value)}
+            if isinstance(contents[key], dict):  # one of which nothing is left is left out
+                chosen = {name: value for name, value in contents.pop(key).items() if predicate(name, value)}
+                contents.update({key: chosen} if chosen else {})
         run_on_rank_0(self.easymp._world, lambda: write_object(contents, Path(path)))
 
     def load(
@@ -475,7 +571,8 @@ class Fabric:
         contents = _read(path)
         for key, item in state.items():
             if key not in contents and strict:
-                raise KeyError(f"{os.fspath(path)} has no {key!r}: it has {', '.join(contents)}")
+                remedy = "pass strict=False to go on without it"
+                raise KeyError(f"state contains a key {key!r} that does not exist in {os.fspath(path)}: {remedy}")
             if key not in contents:
                 continue
             value = contents.pop(key)

@@ -14,6 +14,7 @@ from ..accelerate.plugins import FullyShardedDataParallelPlugin
 from ..layer import Layer
 
 layer = Layer("Lightning Fabric", "lightning_fabric", "lightning_fabric")
+DOUBLE = "64-true"  # of this layer: easymp's "no", of a model in fp64
 PRECISIONS = {
     "32": "no",
     "32-true": "no",
@@ -23,9 +24,11 @@ PRECISIONS = {
     "bf16-mixed": "bf16",
     "16-true": "O3",
     "bf16-true": "bf16-true",
+    **dict.fromkeys(("64", "64-true"), DOUBLE),
     "transformer-engine": "fp8",
 }
-TRUE_HALVES = {"O3": torch.float16, "bf16-true": torch.bfloat16}  # weights, gradients and states in one dtype
+TRUE_DTYPES = {"O3": torch.float16, "bf16-true": torch.bfloat16, DOUBLE: torch.float64}  # of weights and all else
+MIXED_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # of what forward gets
 REDUCTIONS = {"mean": "mean", "avg": "mean"} | {name: name for name in ("sum", "max", "min", "product")}
 REDUCTIONS["prod"] = "product"
 FORKED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
@@ -100,7 +103,7 @@ def lookup(option: str, name: str, table: Mapping[str, Any]) -> Any:
     """The entry of `table` for the `name` that was passed as `option`. RefusedError where there is none."""
     if name not in table:
         hint = nearest(name, table) or "."
-        raise RefusedError(f"{option}={name!r} is not run here{hint} Known: {', '.join(table)}")
+        raise RefusedError(f"You selected an invalid {option} name: {option}={name!r}{hint} Known: {', '.join(table)}")
     return table[name]
 
 
@@ -120,14 +123,19 @@ def is_cpu(accelerator: Any) -> bool:
     if accelerator in ("auto", "cpu"):
         return bool(accelerator == "cpu")
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type not in ACCELERATORS.get(str(accelerator), ()):
+    if accelerator not in ACCELERATORS:
+        raise SettingError(
+            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. Known: auto, cpu, "
+            f"{', '.join(ACCELERATORS)}"
+        )
+    if device is None or device.type not in ACCELERATORS[accelerator]:
         raise SettingError(f"accelerator={accelerator!r}: this machine has {device or 'a CPU only'}")
     return False
 
 
 def count_processes(devices: Any, cpu: bool) -> int:
     """Processes on this machine that `devices` asks for."""
-    if isinstance(devices, (list, tuple)):
+    if isinstance(devices, (list, tuple)) and devices:
         if list(devices) != list(range(len(devices))):
             raise RefusedError(f"devices={devices!r}: set CUDA_VISIBLE_DEVICES, and pass their number")
         return len(devices)
