@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from inspect import Parameter, signature
@@ -204,7 +204,8 @@ class FabricDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:  # an iterator, for which torch has a type of its own
         loader = self._dataloader
-        samplers = {id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))}
+        with_epochs: tuple[Any, ...] = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+        samplers = {id(sampler): sampler for sampler in with_epochs}
         for sampler in samplers.values():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(self._passes)
@@ -217,7 +218,7 @@ class DealtSampler(DistributedSampler[int]):
     """Deals the indices of another sampler to the ranks, one after the other."""
 
     def __init__(self, sampler: Any, **shares: Any) -> None:
-        if not isinstance(sampler, Sized):
+        if not hasattr(sampler, "__len__"):
             remedy = "add __len__, by which it is dealt to the processes, or pass use_distributed_sampler=False"
             raise LengthError(f"You seem to have configured a sampler in your DataLoader without a length: {remedy}")
         self.sampler = sampler
