@@ -1,4 +1,4 @@
-"""easymp under the name ``accelerate`` or ``deepspeed``, for scripts and libraries that import that package.
+"""easymp under the name of another package, for scripts and libraries that import that package.
 
 Nothing here imports torch.
 """
@@ -22,8 +22,17 @@ from ..errors import SettingError
 PACKAGES = {
     "accelerate": ("1.15.0", "https://github.com/huggingface/accelerate"),
     "deepspeed": ("0.19.8", "https://github.com/deepspeedai/DeepSpeed"),
+    "lightning": ("2.6.6", "https://github.com/Lightning-AI/pytorch-lightning"),  # its part ``lightning.fabric``
+    "lightning_fabric": ("2.6.6", "https://github.com/Lightning-AI/pytorch-lightning"),
 }
 VERSION = PACKAGES["accelerate"][0]
+
+
+def import_layer(name: str) -> ModuleType:
+    """The module of this package that stands for a module of another."""
+    package, _, module = name.replace("lightning.fabric", "lightning_fabric").partition(".")
+    layer = "lightning_fabric" if package == "lightning" else package
+    return importlib.import_module(".".join(filter(None, (__package__, layer, module))))
 
 
 class Alias(ModuleType):
@@ -32,7 +41,7 @@ class Alias(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
-        self._target = importlib.import_module(f"{__package__}.{name}")
+        self._target = import_layer(name)
 
     def __getattr__(self, name: str) -> Any:
         """A name of this layer; a refused one can be imported here, and a call of it is the error."""
@@ -72,7 +81,7 @@ class Finder(DistributionFinder, Loader):
         if fullname.partition(".")[0] != self._name:
             return None
         try:
-            importlib.import_module(f"{__package__}.{fullname}")
+            import_layer(fullname)
         except ModuleNotFoundError:
             return None
         return ModuleSpec(fullname, self, is_package=True)
@@ -92,7 +101,7 @@ def install(name: str = "accelerate") -> None:
     """Give this process easymp under the name of another package, before the first import of a library that uses it.
 
     Args:
-        name: "accelerate" or "deepspeed".
+        name: "accelerate", "deepspeed", "lightning" (for ``lightning.fabric``) or "lightning_fabric".
 
     Raises:
         SettingError: another name.

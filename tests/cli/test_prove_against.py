@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def training_function(config):
 
 training_function({"lr": 3e-2, "seed": 42, "batch_size": 8})
 """
+WITH_FABRIC = """
+import os
+import torch
+from lightning_fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+fabric = Fabric(accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+fabric.launch()
+fabric.seed_everything(3)
+data = TensorDataset(torch.randn(64, 8), torch.arange(64) % 4)
+loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8, shuffle=True))
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+for x, y in loader:
+    fabric.backward(nn.functional.cross_entropy(model(x), y))
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 BEFORE = PLAIN.replace("PREPARE", "").replace("BACKWARD", "loss.backward()")
 MOVED = PLAIN.replace("PREPARE", PREPARE).replace("BACKWARD", "acc.backward(loss)")
 # What another environment has: a torch whose GELU, AdamW or random numbers are others.
@@ -184,9 +205,17 @@ def test_another_python_is_compared(proved: Any, folder: Path, planted: str, sen
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_accelerates_example_is_compared_with_accelerate(proved: Any, processes: int) -> None:
-    pytest.importorskip("accelerate")
-    assert_equal(proved(EXAMPLE, "accelerate", f"--processes {processes}"))
+@pytest.mark.parametrize(
+    ("script", "library", "package"),
+    [(EXAMPLE, "accelerate", "accelerate"), (WITH_FABRIC, "fabric", "lightning_fabric")],
+    ids=["accelerate", "fabric"],
+)
+def test_a_script_of_a_library_is_compared_with_the_library(
+    proved: Any, script: str, library: str, package: str, processes: int
+) -> None:
+    if find_spec(package) is None:  # and not imported here: lightning_fabric sets a variable
+        pytest.skip(f"{package} is not installed")
+    assert_equal(proved(script, library, f"--processes {processes}"))
 
 
 @pytest.mark.slow
@@ -202,7 +231,7 @@ def test_more_ranks_than_processors_are_compared_with_the_reference(
     assert proved(MOVED, "./no-python", "--processes 2")["verdict"] == "not compared"
 
 
-@pytest.mark.parametrize("word", ["fabric", "plain", "no/such/python"])
+@pytest.mark.parametrize("word", ["plain", "no/such/python"])
 def test_what_is_no_reference_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
     (folder / "train.py").write_text(MOVED)
     assert main(["prove", "train.py", "--against", word]) == 2

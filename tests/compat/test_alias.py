@@ -51,6 +51,25 @@ def run(*arguments, folder):
     return process.stdout
 
 
+def test_fabric_has_both_of_its_names():
+    program = """
+from easymp.compat import install
+install("lightning")
+install("lightning_fabric")
+import lightning as L, lightning.fabric.strategies
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from lightning_fabric import Fabric as again
+assert L.Fabric is Fabric is again and Fabric.__module__ == "easymp.compat.lightning_fabric.fabric"
+try:
+    import lightning.pytorch
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (process.stdout, process.returncode) == ("No module named 'lightning.pytorch'\n", 0), process.stderr
+
+
 def test_a_program_that_installs_it_gets_easymp_unless_accelerate_is_imported():
     install = "from easymp.compat import install\ninstall()\n"
     imported_before = "import sys, types; sys.modules['accelerate'] = types.ModuleType('accelerate')\n"

@@ -64,6 +64,8 @@ from ..harness import run as run_once
 from ..terminal import ended_by_signals, plain, print_json, table, wrap
 from . import kills
 
+# Libraries that run the reference, and the packages that easymp stands for in the other run.
+LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning", "lightning_fabric")}
 FIRST, ROWS, SKIPPED = "update-0.safetensors", "rows.json", "skipped"
 CODES = {PROVEN: 0, DIFFERS: 1, FAILED: 1, NOT_COMPARED: 2}
 UNDER_PLAN, ONE, HERE = "under the plan", "on one process", "here"
@@ -109,7 +111,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=_counts, default=[1], metavar="N", help="on this machine (1); with --kill, N,M,… in turn")
     add("--steps", type=count, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
     add("--kill", type=count, metavar="N", help="kill the script N times, and show that it goes on as if it was not")
-    reference = "compare with the run by another PYTHON, with accelerate's own, or with a script before its move"
+    reference = "compare with the run by another PYTHON, by accelerate or fabric itself, or of a script before its move"
     add("--against", metavar="REFERENCE", help=reference)
     add("--seed", type=int, default=0, metavar="N", help="of the instants of --kill (%(default)s)")
     dropout = "set the rates of dropout layers to 0 in both runs, which cannot draw the same masks"
@@ -205,13 +207,13 @@ def prove(
 
 def is_interpreter(against: str) -> bool:
     """Whether `against` names a Python that runs the reference; a SettingError for what is no reference."""
-    if against == "accelerate" or (against.endswith(".py") and Path(against).is_file()):
+    if against in LIBRARIES or (against.endswith(".py") and Path(against).is_file()):
         return False
     path = shutil.which(against)
-    if path is None or against in ("fabric", "plain"):
+    if path is None or against == "plain":
         raise SettingError(
-            f"--against {against}: pass the path of the script before its move, of Fabric or of torch alone; "
-            "accelerate, for a script that imports it; or a Python, such as old/bin/python"
+            f"--against {against}: pass the path of the script before its move, a plain loop for example; accelerate "
+            "or fabric, for a script that imports it; or a Python, such as old/bin/python"
         )
     return True
 

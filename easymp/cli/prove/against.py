@@ -25,7 +25,7 @@ from ...compat.alias import install
 from ...launcher.worker import run_module, run_script
 from ...optim import PreparedOptimizer
 from ..harness.rank import Stop, read_task, row_checksums
-from . import FIRST
+from . import FIRST, LIBRARIES
 from .rank import DTYPE_NAMES, EXPLAINED, Repeater, Writer, options_of
 
 # Wrappers of a model, and the attribute that has the model.
@@ -212,8 +212,8 @@ def main(folder: Path) -> None:
     if not (folder / FIRST).exists():
         Reference(folder, {**task, "script": task["reference"]}).run_script()
         return
-    if task["against"] == "accelerate":
-        install("accelerate")
+    for package in LIBRARIES.get(task["against"], ()):
+        install(package)
     Comparer(folder, task).run_script()
 
 
