@@ -48,6 +48,7 @@ from .strategies import (
     DOUBLE,
     FORKED,
     MIXED_DTYPES,
+    ON_CPU,
     PRECISIONS,
     REDUCTIONS,
     TRUE_DTYPES,
@@ -271,9 +272,9 @@ class Fabric:
         self._devices = count_processes(devices, self._cpu)
         self._precision = None if precision is None else lookup("precision", str(precision), PRECISIONS)
         on_cpu = self._cpu or torch.accelerator.current_accelerator(check_available=True) is None
-        if self._precision == "fp16" and on_cpu:
+        if on_cpu and self._precision in ON_CPU:
             warnings.warn("precision='16-mixed' on a CPU is 'bf16-mixed'", UserWarning, stacklevel=2)
-            self._precision = "bf16"
+            self._precision = ON_CPU[self._precision]
         if strategy == "dp" and on_cpu:
             warnings.warn("'dp' is not supported on CPUs, hence setting `strategy='ddp'`.", UserWarning, stacklevel=2)
             strategy = "ddp"

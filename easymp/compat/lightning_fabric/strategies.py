@@ -27,6 +27,7 @@ PRECISIONS = {
     **dict.fromkeys(("64", "64-true"), DOUBLE),
     "transformer-engine": "fp8",
 }
+ON_CPU = {"fp16": "bf16"}  # in place of a precision that CPUs have not
 TRUE_DTYPES = {"O3": torch.float16, "bf16-true": torch.bfloat16, DOUBLE: torch.float64}  # of weights and all else
 MIXED_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # of what forward gets
 REDUCTIONS = {"mean": "mean", "avg": "mean"} | {name: name for name in ("sum", "max", "min", "product")}
