@@ -32,7 +32,7 @@ from easymp import (
 )
 from easymp.optim import LAMB, Lion, Muon
 from easymp.protocols import SMALL_EPS, UNROUNDED
-from easymp.training.state import OPEN_RUNS, accelerators, unregister
+from easymp.training.state import OPEN_RUNS, accelerators
 
 Row = Mapping[str, str]
 WIDTH, BATCH, MICRO = 16, 12, 6  # the model's, samples in a micro-batch of all ranks, micro-batches in a run
@@ -593,8 +593,8 @@ def close_all() -> None:
     for accelerator in list(accelerators()):
         accelerator.close()
     gc.collect()
-    for run in list(OPEN_RUNS.values()):
-        unregister(run)
+    while OPEN_RUNS:
+        _, run = OPEN_RUNS.popitem()
         run.world.close()
 
 
