@@ -32,7 +32,7 @@ COMMANDS = {
     "plot": "draw the curves that runs have logged",
     "estimate": "estimate the memory that a model needs, and whether it fits this machine",
     "completion": "print a script by which bash, zsh or fish completes these words",
-    "checkpoint": "list, inspect, verify, convert, compare and prune checkpoints",
+    "checkpoint": "list, inspect, verify, merge, convert and prune checkpoints",
 }
 
 # Options of the launchers of accelerate, DeepSpeed and torch, and easymp's names for them.
