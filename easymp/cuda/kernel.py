@@ -299,7 +299,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def facts_of(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
-    """Facts that are equal for other tensors only if a table of `tensors` serves these, too. None as of `addresses`."""
+    """A key of `tensors`: tensors with the same key can use the same table. None where they have no addresses."""
     # Shapes cost more than all other facts; of dense tensors, strides and numbers of elements will do.
     pointers = addresses(tensors)
     if pointers is None:

@@ -235,7 +235,7 @@ def collect_failures(directory: Path, exit_codes: Mapping[int, int], first_rank:
 
 
 def _saved_checkpoint(directory: Path) -> str:
-    """The checkpoint that the ranks saved, or "": all that have ended with a record have the code for a saved state."""
+    """The checkpoint that the ranks saved before they ended; "" if one of them ended for another reason."""
     failures = collect_failures(directory, {})
     saved = bool(failures) and all(failure.code == RESTART for failure in failures)
     return (failures[0].message or "their state") if saved else ""

@@ -31,7 +31,7 @@ PATIENCE = 20.0  # seconds to wait for the other ranks' answers
 
 
 class Preemption(Part):
-    """Saves the run and ends it after a signal, at the end of a loop body that all ranks still have before them."""
+    """Saves the run and ends it after a signal, at the end of the first loop body that no rank has ended yet."""
 
     name = "preemption"
 

@@ -1,4 +1,4 @@
-"""Values for a model that was built on the meta device, part by part, so that no process needs to hold it whole.
+"""Initial values for a model that was built on the meta device, module by module: no process holds the whole model.
 
 Each module gets storage for its own tensors and draws their values by its `reset_parameters`, children first, in the
 order they were registered: those of a model that was built normally with the same seed, as torch's modules are.

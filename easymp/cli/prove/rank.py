@@ -364,7 +364,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def compare(name: str, plan: Tensor, one: Tensor) -> dict[str, Any]:
-    """The RMS of the difference, that of `one`, and both values where they differ most."""
+    """The RMS of ``plan - one`` ("error") and of `one` ("scale"), and both values where they differ most."""
     a, b = (torch.atleast_1d(tensor.detach().double().cpu()) for tensor in (plan, one))
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(math.inf)
     index = [int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)] if gap.numel() else []
