@@ -48,6 +48,7 @@ ROWS = [
     Row("accelerate", "module reduce", "", "`reduce` honours its `scale`"),
     Row("accelerate", "predictions, metrics", "BatchSampler.*True", "keeps all samples of the last batch"),
     Row("accelerate", "skipped batches", "dispatch_batches=True", "`skip_first_batches` skips steps"),
+    Row("accelerate", "", r"(?s)shuffle=True.*'first batch'", "a shuffled pass that a script leaves early"),
     Row(
         "accelerate", "", r"(?s)dispatch_batches=True.*BatchSampler[^\n]*True", "drops batches that do not fill a step"
     ),

@@ -367,6 +367,25 @@ def lengths_of_uneven_loaders() -> tuple[int, int]:
         return sum(1 for _ in uneven), sum(1 for _ in acc.prepare(DataLoader(list(range(3)), batch_size=1)))
 
 
+def test_an_epoch_ends_with_a_whole_pass_over_the_loader_itself():
+    accelerate.utils.set_seed(3)
+    acc = Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True))
+    loader = acc.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=3, shuffle=True))
+
+    def order(batches):
+        return [batch.tolist() for (batch,) in batches]
+
+    orders = [order(loader)]
+    rest = order(acc.skip_first_batches(loader, 2))
+    first = next(iter(loader))[0].tolist()
+    orders.append(order(loader))
+    assert rest == orders[1][2:] and first == orders[1][0]
+    loader.set_epoch(0)
+    assert order(loader) == orders[0] != orders[1]
+    # Accelerate 1.15 on one process and torch 2.13
+    assert [epoch[:2] for epoch in orders] == [[[10, 9, 5], [6, 8, 11]], [[10, 0, 7], [4, 13, 8]]]
+
+
 def test_even_batches_may_be_set_between_loaders(ranks):
     assert ranks(lengths_of_uneven_loaders) == [(2, 2), (1, 2)]
 

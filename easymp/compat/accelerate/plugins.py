@@ -178,10 +178,24 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class AcceleratedLoader(PreparedLoader):
-    """Prepared loader that reads one batch ahead, as Accelerate does."""
+    """Prepared loader that reads one batch ahead, as Accelerate does.
+
+    Samplers and data sets with `set_epoch` get the number of whole passes: one that the script leaves early, or that
+    `skip_first_batches` begins later, does not count.
+    """
+
+    _was_whole = False
 
     def _feed(self, skip: int) -> Iterator[Any]:
-        return (batch for batch, _ in flagged(super()._feed(skip)))
+        self._was_whole = False
+        for batch, _ in flagged(super()._feed(skip)):
+            yield batch
+        self._was_whole = not skip
+
+    def _end(self) -> None:
+        if self._with_set_epoch and not self._was_whole and self._next_epoch is None:
+            self._next_epoch = self.epoch
+        super()._end()
 
 
 def make_loader(
