@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from .. import settings
 from ..base import env
 from ..base.lazy import modules_at_first_use
+from ..compat.alias import PACKAGES
 from ..errors import RefusedError, SettingError
 from ..launcher import launch_script
 from ..launcher.rendezvous import find_nodes
@@ -61,8 +62,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
     setting = "a setting for this run, over the script's own; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    alias = "the script and its libraries get easymp under this name: accelerate or deepspeed"
-    add("--as", dest="alias", choices=("accelerate", "deepspeed"), help=alias)
+    alias = f"the script and its libraries get easymp under this name: {', '.join(PACKAGES)}"
+    add("--as", dest="alias", choices=tuple(PACKAGES), metavar="PACKAGE", help=alias)
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
     arguments = "the script's own arguments, unchanged"

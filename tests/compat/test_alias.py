@@ -305,3 +305,12 @@ def test_a_script_that_imports_deepspeed_gets_easymp_and_its_local_rank(tmp_path
     command = ("launch", "--as", "deepspeed", "--processes", "2", "train.py", "--deepspeed_config", "ds.json")
     printed = run(*command, folder=tmp_path)
     assert sorted(printed.splitlines()) == [f"easymp.compat.deepspeed ds.json {rank}" for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_a_script_that_imports_fabric_gets_easymp(tmp_path, package):
+    script = f"from {package} import Fabric\nfabric = Fabric()\nfabric.launch()\n"
+    (tmp_path / "train.py").write_text(script + "print(type(fabric).__module__, fabric.world_size, flush=True)\n")
+    command = ("launch", "--as", package.partition(".")[0], "--processes", "2", "train.py")
+    assert run(*command, folder=tmp_path).splitlines() == ["easymp.compat.lightning_fabric.fabric 2"] * 2
