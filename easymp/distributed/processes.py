@@ -175,12 +175,14 @@ class Processes:
         yield share(inputs, self.process_index, self.num_processes, apply_padding)
 
 
-def run_where(condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
-    """The function on processes where the condition holds. On others, one that does nothing."""
+def run_where(
+    condition: Callable[[], bool], function: Callable[P, R], default: R | None = None
+) -> Callable[P, R | None]:
+    """The function on processes where the condition holds. On others, one that does nothing and returns `default`."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if condition() else None
+        return function(*args, **kwargs) if condition() else default
 
     return run
 

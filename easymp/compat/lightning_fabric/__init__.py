@@ -6,10 +6,10 @@ Not here: TPUs, DeepSpeed as a strategy, plugins, quantization.
 from __future__ import annotations
 
 import csv
-import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...base.pytree import send_to_device
 from ...distributed import read_ranks
+from ...distributed.processes import run_where
 from ...logging import get_logger
 from ..layer import by_name
 from .fabric import Fabric, pl_worker_init_function, reset_seed, seed_everything
@@ -28,12 +29,7 @@ __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
     """A decorator: `fn` runs on rank 0; other ranks get `default`."""
-
-    @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return default if read_ranks().rank else fn(*args, **kwargs)
-
-    return wrapped
+    return run_where(lambda: read_ranks().rank == 0, fn, default)
 
 
 class Logger:
@@ -42,15 +38,13 @@ class Logger:
     def __init__(self, root_dir: Any, name: str | None, version: int | str | None, prefix: str) -> None:
         self.root_dir, self.name, self._version = os.fspath(root_dir), name or "", version
         self._prefix = f"{prefix}-" if prefix else ""
-        self._experiment: Any = None
 
-    @property
+    @cached_property
     def version(self) -> int | str:
-        if self._version is None:
-            folders = Path(self.root_dir, self.name).glob("version_*")
-            numbers = [path.name.removeprefix("version_") for path in folders if path.is_dir()]
-            self._version = max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
-        return self._version
+        folders = Path(self.root_dir, self.name).glob("version_*")
+        numbers = [path.name.removeprefix("version_") for path in folders if path.is_dir()]
+        following = max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
+        return following if self._version is None else self._version
 
     @property
     def log_dir(self) -> str:
@@ -74,16 +68,14 @@ class CSVLogger(Logger):
         self.metrics: list[dict[str, Any]] = []  # rows that are not written yet
         self._columns: list[str] = []
 
-    @property
+    @cached_property
     def experiment(self) -> CSVLogger:
         """This logger, once its folder is there; a file of another run there is removed, with a warning."""
-        if self._experiment is None:
-            if os.path.isdir(self.log_dir) and os.listdir(self.log_dir):
-                consequence = "exists and is not empty: its metrics.csv is replaced"
-                warnings.warn(f"Experiment logs directory {self.log_dir} {consequence}", UserWarning, stacklevel=3)
-                Path(self.metrics_file_path).unlink(missing_ok=True)
-            os.makedirs(self.log_dir, exist_ok=True)
-            self._experiment = True
+        os.makedirs(self.log_dir, exist_ok=True)
+        if os.listdir(self.log_dir):
+            consequence = "exists and is not empty: its metrics.csv is replaced"
+            warnings.warn(f"Experiment logs directory {self.log_dir} {consequence}", UserWarning, stacklevel=3)
+            Path(self.metrics_file_path).unlink(missing_ok=True)
         return self
 
     @property
@@ -138,13 +130,11 @@ class TensorBoardLogger(Logger):
         folder = os.path.join(super().log_dir, self._sub_dir) if self._sub_dir else super().log_dir
         return os.path.expanduser(os.path.expandvars(folder))
 
-    @property
+    @cached_property
     def experiment(self) -> Any:
-        if self._experiment is None:
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-            self._experiment = SummaryWriter(log_dir=self.log_dir, **self._options)
-        return self._experiment
+        return SummaryWriter(log_dir=self.log_dir, **self._options)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -171,14 +161,13 @@ class TensorBoardLogger(Logger):
 
     def save(self) -> None:
         """Write what was logged."""
-        if self._experiment is not None:
-            self._experiment.flush()
+        if "experiment" in vars(self):
+            self.experiment.flush()
 
     def finalize(self, status: str) -> None:
         """Write what was logged, and close the files."""
-        self.save()
-        if self._experiment is not None:
-            self._experiment.close()
+        if "experiment" in vars(self):
+            self.experiment.close()
 
 
 RANK_ZERO = {

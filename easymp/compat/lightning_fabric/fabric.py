@@ -44,20 +44,8 @@ from ...training.prepare import PrepareOptions
 from ...training.wrapper import routed
 from ..accelerate.accelerator import adopt
 from ..layer import plain_steps_on_cpu, unless_set
-from .strategies import (
-    DOUBLE,
-    FORKED,
-    MIXED_DTYPES,
-    ON_CPU,
-    PRECISIONS,
-    REDUCTIONS,
-    TRUE_DTYPES,
-    Strategy,
-    count_processes,
-    is_cpu,
-    lookup,
-    read_strategy,
-)
+from . import strategies
+from .strategies import Strategy, lookup
 
 UNSPREAD = ("auto", "single", "data_parallel")  # strategies of which one process joins no group
 StrPath = str | os.PathLike[str]
@@ -160,20 +148,19 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def in_precision(inputs: torch.dtype, weights: torch.dtype | None) -> Callable[[Any], Any]:
-    """A decorator of a view's methods: they get floating-point tensors as `inputs`, and compute with `weights`."""
+def in_precision(inputs: torch.dtype | None, weights: torch.dtype | None, method: Any) -> Any:
+    """A view's method with floating-point arguments as `inputs`, that computes with `weights`; as it is for None."""
+    if inputs is None:
+        return method
 
-    def decorate(method: Any) -> Any:
-        @wraps(method)
-        def computing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = cast(args, inputs), cast(kwargs, inputs)
-            with default_dtype(weights):
-                outputs = method(self, *args, **kwargs)
-            return cast(outputs, torch.get_default_dtype())
+    @wraps(method)
+    def computing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast(args, inputs), cast(kwargs, inputs)
+        with default_dtype(weights):
+            outputs = method(self, *args, **kwargs)
+        return cast(outputs, torch.get_default_dtype())
 
-        return computing
-
-    return decorate
+    return computing
 
 
 class _EmptyInit(TorchFunctionMode):
@@ -205,8 +192,7 @@ class FabricDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:  # an iterator, for which torch has a type of its own
         loader = self._dataloader
-        with_epochs: tuple[Any, ...] = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-        samplers = {id(sampler): sampler for sampler in with_epochs}
+        samplers: dict[int, Any] = {id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))}
         for sampler in samplers.values():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(self._passes)
@@ -268,22 +254,22 @@ class Fabric:
             raise RefusedError(f"plugins={plugins!r} is not honoured: pass precision=, and use a launcher")
         if num_nodes < 1:
             raise SettingError(f"`num_nodes` must be a positive integer, got {num_nodes}")
-        self._cpu, ranks = is_cpu(accelerator), read_ranks()
-        self._devices = count_processes(devices, self._cpu)
-        self._precision = None if precision is None else lookup("precision", str(precision), PRECISIONS)
+        self._cpu, ranks = strategies.is_cpu(accelerator), read_ranks()
+        self._devices = strategies.count_processes(devices, self._cpu)
+        self._precision = None if precision is None else lookup("precision", str(precision), strategies.PRECISIONS)
         on_cpu = self._cpu or torch.accelerator.current_accelerator(check_available=True) is None
-        if on_cpu and self._precision in ON_CPU:
+        if on_cpu and self._precision in strategies.ON_CPU:
             warnings.warn("precision='16-mixed' on a CPU is 'bf16-mixed'", UserWarning, stacklevel=2)
-            self._precision = ON_CPU[self._precision]
+            self._precision = strategies.ON_CPU[self._precision]
         if strategy == "dp" and on_cpu:
             warnings.warn("'dp' is not supported on CPUs, hence setting `strategy='ddp'`.", UserWarning, stacklevel=2)
             strategy = "ddp"
         if strategy == "auto" and max(self._devices, ranks.size) > 1:
             strategy = "ddp"
-        self.strategy = read_strategy(strategy)
+        self.strategy = strategies.read_strategy(strategy)
         self.strategy.fabric = weakref.ref(self)
         script = getattr(sys.modules["__main__"], "__file__", None)
-        self._forks = strategy in FORKED or (script is None and self._devices > 1)
+        self._forks = strategy in strategies.FORKED or (script is None and self._devices > 1)
         if ranks.size > 1 and devices not in ("auto", -1, "-1") and ranks.local_size != self._devices:
             started = f"the launcher ({ranks.announced}) started {ranks.local_size} processes here"
             raise SettingError(f"devices={devices!r}, and {started}")
@@ -329,7 +315,7 @@ class Fabric:
                 raise StepError(f"devices={self._devices} in one process: {remedy}")
             strategy = self.strategy if distributed else Strategy("auto")
             settings = plain_steps_on_cpu(resolve(), self._cpu)
-            named = "no" if self._precision == DOUBLE else self._precision
+            named = "no" if self._precision == strategies.DOUBLE else self._precision
             precision = unless_set(settings, "mixed_precision", named, "no")
             self._accelerator = _Accelerator(
                 mixed_precision=precision,
@@ -340,7 +326,7 @@ class Fabric:
                 log_with="none",
                 settings=settings,
             )
-            if precision in TRUE_DTYPES:
+            if precision in strategies.TRUE_DTYPES:
                 self._accelerator._prepared.round_updates()
         return self._accelerator
 
@@ -360,7 +346,7 @@ class Fabric:
     @property
     def _true_dtype(self) -> torch.dtype | None:
         """The dtype of all weights under "bf16-true" and its kind."""
-        return TRUE_DTYPES.get(DOUBLE if self._precision == DOUBLE else self.easymp._precision.name)
+        return strategies.TRUE_DTYPES.get(self._precision or self.easymp._precision.name)
 
     # -- models, optimizers and loaders
 
@@ -390,13 +376,13 @@ class Fabric:
     def _set_up_module(self, method: str, module: nn.Module, move_to_device: bool) -> nn.Module:
         if is_set_up(module):
             raise ValueError(f"A model should be passed only once to the `{method}` method: use what it returned")
-        if self._precision == DOUBLE:
+        if self._precision == strategies.DOUBLE:
             module.double()
         adopt(self.easymp, [module])
         model: Any = self.easymp.prepare(module, device_placement=[move_to_device])
         view = type(model)  # made for this model
-        inputs = self._true_dtype or MIXED_DTYPES.get(self.easymp._precision.name)
-        view._in_precision = staticmethod(in_precision(inputs, self._true_dtype) if inputs else lambda method: method)
+        inputs = self._true_dtype or strategies.MIXED_DTYPES.get(self.easymp._precision.name)
+        view._in_precision = staticmethod(partial(in_precision, inputs, self._true_dtype))
         view.__call__ = view._in_precision(view.__call__)
         view.forward = view._in_precision(view.forward)
         view.mark_forward_method = mark_forward_method
@@ -509,8 +495,6 @@ class Fabric:
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Each tensor or number of `data` from all ranks, in a new first dimension; as it is without a group."""
-        if group is not None:
-            raise RefusedError("all_gather: group is not honoured: all ranks take part")
 
         def gather(leaf: Tensor) -> Tensor:
             if self.world_size == 1:
@@ -524,20 +508,28 @@ class Fabric:
             gathered: Tensor = flows(leaf.contiguous()[None], 0, torch.distributed.group.WORLD)
             return gathered.clone()
 
-        return _on_numbers(gather, data, self.device)
+        return self._on_numbers("all_gather", gather, data, group)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The "mean", "sum", "max", "min" or "product" of each tensor (in place) or number of `data` over the ranks."""
-        if group is not None:
-            raise RefusedError("all_reduce: group is not honoured: all ranks take part")
-        operation = lookup("reduce_op", str(reduce_op).rpartition(".")[2].lower(), REDUCTIONS)
+        operation = lookup("reduce_op", str(reduce_op).rpartition(".")[2].lower(), strategies.REDUCTIONS)
         reduce = self.easymp.reduce if operation in ("mean", "sum") else self.easymp._world.reduce
 
         def in_place(leaf: Tensor) -> Tensor:
             leaf.detach().copy_(reduce(leaf, operation))
             return leaf
 
-        return _on_numbers(in_place, data, self.device)
+        return self._on_numbers("all_reduce", in_place, data, group)
+
+    def _on_numbers(self, method: str, function: Callable[[Tensor], Tensor], data: Any, group: Any) -> Any:
+        """Call `function` with each tensor of `data`, and with its numbers as tensors on the device."""
+        if group is not None:
+            raise RefusedError(f"{method}: group is not honoured: all ranks take part")
+
+        def on_device(leaf: Any) -> Tensor:
+            return function(torch.as_tensor(leaf, device=self.device))
+
+        return recursively_apply(on_device, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Rank 0 runs the block before the others; with `local` that of each node."""
@@ -571,14 +563,13 @@ class Fabric:
         state = {} if state is None else state
         _check_state(state)
         contents = _read(path)
-        for key, item in state.items():
-            if key not in contents and strict:
-                remedy = "pass strict=False to go on without it"
-                raise KeyError(f"state contains a key {key!r} that does not exist in {os.fspath(path)}: {remedy}")
-            if key not in contents:
-                continue
-            value = contents.pop(key)
-            if isinstance(item, nn.Module) and self._is_sharded(item):
+        missing = [key for key in state if key not in contents]
+        if missing and strict:
+            remedy = "pass strict=False to go on without it"
+            raise KeyError(f"state contains a key {missing[0]!r} that does not exist in {os.fspath(path)}: {remedy}")
+        for key in [key for key in state if key in contents]:
+            item, value = state[key], contents.pop(key)
+            if self._is_sharded(item):
                 load_source(item, in_memory("this checkpoint", value), strict=strict, dtype="live")
             elif isinstance(item, nn.Module):
                 item.load_state_dict(value, strict=strict)
@@ -657,15 +648,6 @@ class Fabric:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _on_numbers(function: Callable[[Tensor], Tensor], data: Any, device: torch.device) -> Any:
-    """Call `function` with each tensor of `data`, and with its numbers as tensors on `device`."""
-
-    def on_device(leaf: Any) -> Tensor:
-        return function(torch.as_tensor(leaf, device=device))
-
-    return recursively_apply(on_device, data, test_type=lambda leaf: isinstance(leaf, (Tensor, int, float)))
 
 
 def _check_state(state: Any) -> None:
