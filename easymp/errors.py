@@ -140,7 +140,7 @@ class WorldError(EasympError, RuntimeError):
     """
 
 
-class CheckpointError(EasympError, RuntimeError):
+class CheckpointError(EasympError, RuntimeError, ValueError):
     """A checkpoint cannot be written or read. Live objects are unchanged, unless the message says otherwise.
 
     Example:

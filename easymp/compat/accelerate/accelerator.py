@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,34 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from ... import accelerator, profiling
-from ...base.pytree import leaves, recursively_apply
+from ... import accelerator, errors, profiling
+from ... import options as records
+from ...base.pytree import leaves
 from ...checkpoint import export, folders, torch_files
 from ...checkpoint.api import Path
 from ...checkpoint.load import Loaded
 from ...checkpoint.ranks import SaveCalls
 from ...data import SkippedLoader
 from ...distributed import check_backend, read_ranks
-from ...errors import (
-    OTHER_ARGUMENTS,
-    SETTING_REMEDIES,
-    BatchError,
-    CheckpointError,
-    RefusedError,
-    SettingError,
-    StepError,
-)
-from ...logging import get_logger
+from ...errors import BatchError, CheckpointError, RefusedError, SettingError, StepError
 from ...optim import PreparedScheduler
-from ...options import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    LoggerType,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
+from ...precision.policies import cast_outputs
 from ...settings import as_record, read_record, resolve
 from ...trackers import TRACKERS
 from ...trackers.logbook import SILENT
@@ -60,26 +43,8 @@ from .plugins import DataLoaderConfiguration, FullyShardedDataParallelPlugin, To
 from .processes import AcceleratorState, AllProcesses, GradientState, InitProcessGroupKwargs, handlers_by_class
 from .utils import extract_model_from_parallel
 
-logger = get_logger(__name__)
 ALONE = "a parameter of no prepared model"
 PREPARED_TYPES = (nn.Module, Optimizer, DataLoader, SkippedLoader, LRScheduler, PreparedScheduler, type(None))
-
-
-class CheckpointValueError(CheckpointError, ValueError):
-    """A CheckpointError where Accelerate raises ValueError."""
-
-
-@contextmanager
-def _as_value_error() -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointValueError(*error.args) from error.__cause__
-
-
-def to_fp32(tensor: Tensor) -> Tensor:
-    """A half-precision tensor in fp32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class AcceleratedScheduler(PreparedScheduler):
@@ -140,8 +105,8 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
         dataloader_config: DataLoaderConfiguration | None = None, deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None, torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None, rng_types: Sequence[Any] | None = None, log_with: Any = None,
-        project_dir: str | os.PathLike[str] | None = None, project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        project_dir: str | os.PathLike[str] | None = None, project_config: records.ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: records.GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True, kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: Any = None, dynamo_plugin: TorchDynamoPlugin | None = None, deepspeed_plugins: Any = None,
         parallelism_config: Any = None, **options: Any,
@@ -155,18 +120,18 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
             "torch_tp_plugin": torch_tp_plugin,
         }.items():
             if value is not None:
-                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {OTHER_ARGUMENTS[name]}")
+                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {errors.OTHER_ARGUMENTS[name]}")
         handlers = handlers_by_class(kwargs_handlers)
         group = handlers.get(InitProcessGroupKwargs)
-        self._profiling = handlers.get(ProfileKwargs)
+        self._profiling = handlers.get(records.ProfileKwargs)
         settings = resolve(
             options.pop("settings", None),
             dataloader_config=dataloader_config,
             device_placement=device_placement,
-            autocast_options=handlers.get(AutocastKwargs),
-            scaler_options=handlers.get(GradScalerKwargs),
+            autocast_options=handlers.get(records.AutocastKwargs),
+            scaler_options=handlers.get(records.GradScalerKwargs),
             timeout=options.pop("timeout", None if group is None else group.seconds),
-            **{name: options.pop(name) for name in options.keys() & SETTING_REMEDIES.keys()},
+            **{name: options.pop(name) for name in options.keys() & errors.SETTING_REMEDIES.keys()},
         )
         device = None if cpu or settings.cpu else torch.accelerator.current_accelerator(check_available=True)
         if group is not None:
@@ -181,7 +146,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
             raise SettingError("dynamo_plugin, dynamo_backend and compile ask for torch.compile: pass one of them")
         plugin = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
         options.setdefault("compile", plugin.compile_options())
-        of_ddp = handlers.get(DistributedDataParallelKwargs)
+        of_ddp = handlers.get(records.DistributedDataParallelKwargs)
         if fsdp_plugin is not None and read_ranks().size > 1:
             self._fsdp_plugin = fsdp_plugin
             options["strategy"], options["strategy_options"] = fsdp_plugin.strategy, fsdp_plugin.options
@@ -195,7 +160,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
                 f"gradient_accumulation_steps={gradient_accumulation_steps} beside a gradient_accumulation_plugin: "
                 "pass GradientAccumulationPlugin(num_steps=…) alone"
             )
-        project = project_config or ProjectConfiguration()
+        project = project_config or records.ProjectConfiguration()
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
         tracker_names = log_with if isinstance(log_with, (list, tuple)) else [log_with]
@@ -278,7 +243,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
             @functools.wraps(forward)
             def computing(*args: Any, **kwargs: Any) -> Any:
                 with casting():
-                    return recursively_apply(to_fp32, forward(*args, **kwargs))
+                    return cast_outputs(forward(*args, **kwargs), torch.float32)
 
             vars(model).update(_original_forward=forward, forward=computing)
         self._evaluated.append(model)
@@ -410,12 +375,11 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
             super().log(values, step, options)
 
     def _of_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        absent = {tracker.value for tracker in LoggerType} - set(self._logbook.names)
+        absent = {tracker.value for tracker in records.LoggerType} - set(self._logbook.names)
         return {name: values for name, values in (options or {}).items() if str(name).lower() not in absent}
 
     # -- checkpoints
 
-    @_as_value_error()
     def save_state(  # type: ignore[override]  # Accelerate's arguments
         self, output_dir: Path | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
@@ -429,7 +393,6 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
                 return super().save_state(output_dir=output_dir, safe_serialization=safe_serialization, **options)
             return self._save_alone(output_dir) if self.is_main_process else ""
 
-    @_as_value_error()
     def load_state(  # type: ignore[override]  # Accelerate's arguments
         self, input_dir: Path | None = None, load_kwargs: Any = None, **options: Any
     ) -> Loaded:
@@ -440,8 +403,6 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
             layer.ignore({"map_location": "each tensor is read to the device of the live one"})
         self._name_alone()
         return super().load_state(input_dir=input_dir, **options)
-
-    register_for_checkpointing = _as_value_error()(accelerator.Accelerator.register_for_checkpointing)
 
     def _name_alone(self) -> None:
         """Prepare a model of the parameters that optimizers step and no model has, so that checkpoints hold them."""
@@ -511,7 +472,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
     gradient_state = property(lambda self: GradientState(self._window))
     trackers = property(lambda self: self._logbook.all())  # none on other processes than the main one
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
+    def profile(self, profile_handler: records.ProfileKwargs | None = None) -> profiling.Profile:
         """As `easymp.Accelerator.profile`, by default with the ProfileKwargs of `kwargs_handlers`."""
         return super().profile(profile_handler or self._profiling)
 

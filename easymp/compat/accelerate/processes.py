@@ -10,19 +10,12 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+from ... import options
 from ...base.accumulation import UpdateWindow
 from ...distributed import check_backend
 from ...distributed.processes import Processes, run_where
 from ...errors import RefusedError
-from ...options import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-    check,
-    is_number,
-)
+from ...options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs
 from ...registry import PrecisionName, reported
 from ...strategies import STRATEGIES
 from ...training.state import OPEN_RUNS, close_runs, current_world, newest_run
@@ -48,7 +41,7 @@ PrecisionType: Any = _by_value(StrEnum, "PrecisionType", "no", "fp8", "fp16", "b
 
 
 @dataclass(frozen=True)
-class InitProcessGroupKwargs(KwargsHandler):
+class InitProcessGroupKwargs(options.KwargsHandler):
     """Options of the process group."""
 
     backend: str | None = None
@@ -56,10 +49,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | float = 120.0
 
     def __post_init__(self) -> None:
-        remedy = "ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). Leave it out"
-        check(self.init_method in (None, "env://"), f"init_method={self.init_method!r} is not honoured: {remedy}")
-        is_time = (isinstance(self.timeout, timedelta) or is_number(self.timeout)) and self.seconds > 0
-        check(is_time, f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
+        method, remedy = self.init_method, "ranks meet where MASTER_ADDR and MASTER_PORT say. Leave it out"
+        options.check(method in (None, "env://"), f"init_method={method!r} is not honoured: {remedy}")
+        is_time = (isinstance(self.timeout, timedelta) or options.is_number(self.timeout)) and self.seconds > 0
+        options.check(is_time, f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
 
     @property
     def seconds(self) -> float:
@@ -75,8 +68,8 @@ def handlers_by_class(kwargs_handlers: Sequence[Any] | None) -> dict[type, Any]:
     handlers: dict[type, Any] = {}
     for handler in kwargs_handlers or ():
         kind, names = type(handler), ", ".join(kind.__name__ for kind in HANDLERS)
-        check(kind in HANDLERS, f"kwargs_handlers holds a {kind.__name__}; it takes {names}")
-        check(kind not in handlers, f"kwargs_handlers holds two {kind.__name__}: pass one")
+        options.check(kind in HANDLERS, f"kwargs_handlers holds a {kind.__name__}; it takes {names}")
+        options.check(kind not in handlers, f"kwargs_handlers holds two {kind.__name__}: pass one")
         handlers[kind] = handler
     return handlers
 
