@@ -328,13 +328,9 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
         return tensor if self.num_processes == 1 else gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `easymp.Accelerator.gather_for_metrics`.
-
-        What it refuses (scalars, calls outside of loops) is gathered, with one warning.
-        """
-        objects: Any = use_gather_object
+        """As easymp's. What that refuses (scalars, calls outside of loops) is gathered, with one warning."""
         try:
-            return super().gather_for_metrics(input_data, objects)
+            return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[call-overload]  # a bool
         except BatchError as error:
             layer.ignore({"gather_for_metrics": f"nothing was taken out of what it gathered: {error}"})
         if use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data)):
@@ -352,19 +348,13 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
             self._logbook.all()
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """As `easymp.Accelerator.get_tracker`.
-
-        In a run without trackers an object that takes every call and does nothing.
-        """
+        """As easymp's; in a run without trackers an object that takes every call and does nothing."""
         return super().get_tracker(name, unwrap) if self._logbook.names else SILENT
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """As `easymp.Accelerator.log`.
-
-        The script's own GeneralTrackers get values and step at once, and as they were passed.
-        """
+        """As easymp's; the script's own GeneralTrackers get values and step at once, as they were passed."""
         logbook, options = self._logbook, self._of_this_run(log_kwargs)
         logbook.check_open("log")
         scripts_own = [name for name, tracker in logbook.script_trackers.items() if getattr(tracker, "as_given", False)]

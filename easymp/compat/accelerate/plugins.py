@@ -32,10 +32,7 @@ layer = Layer("Accelerate", "accelerate", "accelerate")
 
 
 def stand_in(name: str, instead: str) -> type:
-    """A class for imports, annotations and isinstance.
-
-    A call raises RefusedError, which says what to write `instead`.
-    """
+    """A class for imports, annotations and isinstance. A call raises RefusedError, with what to write `instead`."""
 
     def refuse(kind: type, *args: Any, **kwargs: Any) -> Any:
         raise RefusedError(f"{name} is not part of easymp: {instead}")
@@ -80,7 +77,7 @@ class FullyShardedDataParallelPlugin:
         values = {name: value for name, value in arguments.items() if value is not None}
         layer.ignore({name: reason for name, reason in FSDP_PLUGIN["without_effect"].items() if name in values})
         vars(self).update({**dict.fromkeys(FIELDS), **arguments})
-        sharding = _sharding(values.get("sharding_strategy"), values.get("reshard_after_forward"))
+        self.strategy, record, reshard = _sharding(values.get("sharding_strategy"), values.get("reshard_after_forward"))
         policy = values.get("auto_wrap_policy")
         if policy is not None and str(policy).lower() not in WRAP_POLICIES:
             raise RefusedError(
@@ -94,7 +91,6 @@ class FullyShardedDataParallelPlugin:
         offload = values.get("cpu_offload")
         offload = getattr(offload, "offload_params", offload)
         on_host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
-        self.strategy, record, reshard = sharding
         self.options = record and record(reshard_after_forward=reshard, wrap=wrap, cpu_offload=on_host)
         self.activation_checkpointing = bool(values.get("activation_checkpointing"))
         self.fsdp_version = 2

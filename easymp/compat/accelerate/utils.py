@@ -99,19 +99,13 @@ def set_module_tensor_to_device(
     if value is None and old.is_meta and torch.device(device).type != "meta":
         raise SettingError(f"{tensor_name} is on the meta device and has no values: pass value=…")
     new = (old.data if value is None else torch.as_tensor(value)).to(device, dtype or old.dtype)
-    if name in owner._buffers:
-        owner._buffers[name] = new
-    else:
-        owner._parameters[name] = type(old)(new, requires_grad=old.requires_grad)
+    setattr(owner, name, new if name in owner._buffers else type(old)(new, requires_grad=old.requires_grad))
 
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's own module.
-
-    ``keep_fp32_wrapper=False`` also gives it back the forward that `prepare_model(evaluation_mode=True)` replaced.
-    """
+    """The user's own module; without `keep_fp32_wrapper` also with its own forward after `evaluation_mode=True`."""
     if recursive:
         raise RefusedError("recursive=True: only whole models are wrapped here. Leave it out")
     compiled: Any = model if keep_torch_compile and is_compiled_module(model) else None

@@ -368,9 +368,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, Any]:  # fmt: skip
         """Load a checkpoint; returns its path and `client_state`, or (None, None) with a warning without ``latest``."""
         if custom_load_fn is not None:
-            remedy = (
-                "take weights by get_fp32_state_dict_from_zero_checkpoint(load_dir), and call the function yourself"
-            )
+            remedy = "call it with the weights of get_fp32_state_dict_from_zero_checkpoint(load_dir)"
             raise RefusedError(f"load_checkpoint(custom_load_fn=…): {remedy}")
         latest = Path(load_dir, "latest")
         if tag is None and not latest.is_file():

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -216,23 +216,15 @@ def Init(module: Any = None, *args: Any, enabled: bool = True, **kwargs: Any) ->
     yield
 
 
-@cache
-def _gathered_type() -> type:
-    from torch.distributed.tensor import DTensor
+class Gathered(DTensor):
+    """A sharded parameter inside of `GatheredParameters`: every operation takes its `whole` tensor."""
 
-    class Gathered(DTensor):
-        """A sharded parameter inside of `GatheredParameters`: every operation takes its `whole` tensor."""
+    __slots__ = ()
 
-        __slots__ = ()
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            whole_args, whole_kwargs = map_leaves(
-                lambda leaf: vars(leaf)["whole"] if type(leaf) is cls else leaf, (args, kwargs or {})
-            )
-            return func(*whole_args, **whole_kwargs)
-
-    return Gathered
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = map_leaves(lambda leaf: vars(leaf)["whole"] if type(leaf) is cls else leaf, (args, kwargs or {}))
+        return func(*arguments[0], **arguments[1])
 
 
 @contextmanager
@@ -248,7 +240,7 @@ def GatheredParameters(
         whole = parameter.full_tensor().detach().requires_grad_(parameter.requires_grad)
         vars(parameter).update(whole=whole, ds_status=status.AVAILABLE)
     for parameter in sharded:
-        parameter.__class__ = _gathered_type()
+        parameter.__class__ = Gathered
     try:
         yield
     finally:
@@ -304,9 +296,7 @@ def _whole(tensor: Any) -> Tensor | None:
 def _fill(tensor: Any, value: Tensor) -> None:
     if tensor is None:
         raise ValueError("there is nothing to set: the parameter is frozen, or it is not between backward() and step()")
-    if hasattr(tensor, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
+    if isinstance(tensor, DTensor):
         value = value.to(tensor.device)
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     local(tensor).copy_(local(value))
@@ -349,21 +339,17 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 # -- utils.zero_to_fp32: weights of a checkpoint
 
 
-def _folder(checkpoint_dir: Any, tag: Any) -> Path:
-    return Path(checkpoint_dir, Path(checkpoint_dir, "latest").read_text("utf-8").strip() if tag is None else str(tag))
-
-
-def _refuse_without_frozen(exclude: bool) -> None:
-    if exclude:
+def _folder(checkpoint_dir: Any, tag: Any, without_frozen: bool = False) -> Path:
+    if without_frozen:
         raise RefusedError("exclude_frozen_parameters=True: a checkpoint has all weights; remove them by their names")
+    return Path(checkpoint_dir, Path(checkpoint_dir, "latest").read_text("utf-8").strip() if tag is None else str(tag))
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
     """The whole weights of a checkpoint of `DeepSpeedEngine.save_checkpoint`, in fp32; `lazy_mode` has no effect."""
-    _refuse_without_frozen(exclude_frozen_parameters)
-    state = read_weights(_folder(checkpoint_dir, tag))
+    state = read_weights(_folder(checkpoint_dir, tag, exclude_frozen_parameters))
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
@@ -378,10 +364,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Write these weights as ``pytorch_model.bin``, or as ``model.safetensors`` and shards."""
-    _refuse_without_frozen(exclude_frozen_parameters)
     if safe_serialization:
-        convert(_folder(checkpoint_dir, tag), output_dir, "fp32", max_shard_size)
+        convert(_folder(checkpoint_dir, tag, exclude_frozen_parameters), output_dir, "fp32", max_shard_size)
     else:
+        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
         torch_files.write(state, Path(output_dir, "pytorch_model.bin"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -40,10 +41,7 @@ class Schedule(LRScheduler):
             self.last_epoch = last_batch_iteration
         super().step()
 
-    @property
-    def last_batch_iteration(self) -> int:
-        """Steps so far, less one."""
-        return self.last_epoch - 1
+    last_batch_iteration = property(lambda self: self.last_epoch - 1)
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
@@ -251,14 +249,7 @@ def _refuse_unknown(params: Iterable[str], names: list[str], kind: str) -> None:
             raise SettingError(f"{kind} has no parameter {name!r}{hint} It takes: {', '.join(names)}")
 
 
-class _AdamInstances(type):
-    """Metaclass: what the classes below make are torch's Adams, which count as instances."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch.optim.Adam)
-
-
-class FusedAdam(metaclass=_AdamInstances):
+class FusedAdam(ABC):  # noqa: B024 (for the register below)
     """Makes torch's AdamW; Adam with weight decay in the gradient for ``adam_w_mode=False``."""
 
     def __new__(
@@ -272,7 +263,7 @@ class FusedAdam(metaclass=_AdamInstances):
         return optimizer("Adam", {**options, "bias_correction": bias_correction, "adam_w_mode": adam_w_mode}, params)
 
 
-class DeepSpeedCPUAdam(metaclass=_AdamInstances):
+class DeepSpeedCPUAdam(ABC):  # noqa: B024 (likewise)
     """`FusedAdam` with other names and another order of the arguments."""
 
     def __new__(
@@ -283,3 +274,7 @@ class DeepSpeedCPUAdam(metaclass=_AdamInstances):
         if not fp32_optimizer_states:
             layer.ignore({"DeepSpeedCPUAdam(fp32_optimizer_states=False)": "states have the weights' type"})
         return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+for adam in (FusedAdam, DeepSpeedCPUAdam):
+    adam.register(torch.optim.Adam)  # AdamW among them: what these classes make counts as their instances

@@ -78,9 +78,7 @@ class CSVLogger(Logger):
             Path(self.metrics_file_path).unlink(missing_ok=True)
         return self
 
-    @property
-    def metrics_file_path(self) -> str:
-        return os.path.join(self.log_dir, "metrics.csv")
+    metrics_file_path = property(lambda self: os.path.join(self.log_dir, "metrics.csv"))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

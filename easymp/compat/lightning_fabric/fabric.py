@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
-from torch.utils.data.sampler import SequentialSampler
 
 from ... import launcher
 from ...accelerator import Accelerator
@@ -226,11 +225,8 @@ def shard(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoade
         )
     sampler: Any = loader.sampler if batches is None else batches.sampler
     shares: Any = {"num_replicas": size, "rank": rank, "seed": seed}
-    if isinstance(sampler, (RandomSampler, SequentialSampler)):
-        shuffle = isinstance(sampler, RandomSampler)
-        sampler = DistributedSampler(loader.dataset, shuffle=shuffle, **shares)
-    else:
-        sampler = DealtSampler(sampler, **shares)
+    shuffles = isinstance(sampler, RandomSampler)
+    sampler = DistributedSampler(loader.dataset, **shares) if shuffles else DealtSampler(sampler, **shares)
     if batches is not None:
         batches = copy.copy(batches)
         batches.sampler = sampler
@@ -545,11 +541,10 @@ class Fabric:
             raise TypeError(f"Filter should be a dictionary, given {filter!r}")
         if unknown := set(filter) - set(state):
             raise ValueError(f"The filter keys {unknown} are not present in the state keys {sorted(state)}")
+        contents = {key: self._whole_state(item) for key, item in state.items()}
         for key, predicate in filter.items():
             if not callable(predicate):
                 raise TypeError(f"Expected `filter` of save for key {key!r} to be a callable, given {predicate!r}")
-        contents = {key: self._whole_state(item) for key, item in state.items()}
-        for key, predicate in filter.items():
             if isinstance(contents[key], dict):  # one of which nothing is left is left out
                 chosen = {name: value for name, value in contents.pop(key).items() if predicate(name, value)}
                 contents.update({key: chosen} if chosen else {})

@@ -16,12 +16,9 @@ from ..layer import Layer
 layer = Layer("Lightning Fabric", "lightning_fabric", "lightning_fabric")
 DOUBLE = "64-true"  # of this layer: easymp's "no", of a model in fp64
 PRECISIONS = {
-    "32": "no",
-    "32-true": "no",
-    "16": "fp16",
-    "16-mixed": "fp16",
-    "bf16": "bf16",
-    "bf16-mixed": "bf16",
+    **dict.fromkeys(("32", "32-true"), "no"),
+    **dict.fromkeys(("16", "16-mixed"), "fp16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
     "16-true": "O3",
     "bf16-true": "bf16-true",
     **dict.fromkeys(("64", "64-true"), DOUBLE),
@@ -30,10 +27,11 @@ PRECISIONS = {
 ON_CPU = {"fp16": "bf16"}  # in place of a precision that CPUs have not
 TRUE_DTYPES = {"O3": torch.float16, "bf16-true": torch.bfloat16, DOUBLE: torch.float64}  # of weights and all else
 MIXED_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # of what forward gets
-REDUCTIONS = {"mean": "mean", "avg": "mean"} | {name: name for name in ("sum", "max", "min", "product")}
-REDUCTIONS["prod"] = "product"
+REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+REDUCTIONS |= dict.fromkeys(("product", "prod"), "product")
 FORKED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
-ACCELERATORS = {"gpu": ("cuda", "xpu", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
+# Types of devices; of "auto" and "cpu" none is asked for.
+ACCELERATORS = {"auto": (), "cpu": (), "gpu": ("cuda", "xpu", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
 # Attributes of a strategy that the Fabric has.
 OF_FABRIC = """root_device world_size global_rank local_rank node_rank is_global_zero barrier broadcast all_gather
     all_reduce""".split()
@@ -48,9 +46,7 @@ class Strategy:
         self.strategy, self.options = strategy, options
         self.activation_checkpointing = activation_checkpointing
 
-    @property
-    def num_nodes(self) -> int:
-        return max(1, read_ranks().nodes)
+    num_nodes = property(lambda self: max(1, read_ranks().nodes))
 
     def __getattr__(self, name: str) -> Any:
         fabric = self.fabric()
@@ -100,11 +96,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 }
 
 
-def lookup(option: str, name: str, table: Mapping[str, Any]) -> Any:
-    """The entry of `table` for the `name` that was passed as `option`. RefusedError where there is none."""
+def lookup(option: str, name: str, table: Mapping[str, Any], error: type[ValueError] = RefusedError) -> Any:
+    """The entry of `table` for the `name` that was passed as `option`. An `error` where there is none."""
     if name not in table:
         hint = nearest(name, table) or "."
-        raise RefusedError(f"You selected an invalid {option} name: {option}={name!r}{hint} Known: {', '.join(table)}")
+        raise error(f"You selected an invalid {option} name: {option}={name!r}{hint} Known: {', '.join(table)}")
     return table[name]
 
 
@@ -121,17 +117,11 @@ def read_strategy(strategy: Any) -> Strategy:
 
 def is_cpu(accelerator: Any) -> bool:
     """Whether the CPU was asked for. SettingError for an accelerator that this machine does not have."""
-    if accelerator in ("auto", "cpu"):
-        return bool(accelerator == "cpu")
+    types = lookup("accelerator", str(accelerator), ACCELERATORS, SettingError)
     device = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator not in ACCELERATORS:
-        raise SettingError(
-            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. Known: auto, cpu, "
-            f"{', '.join(ACCELERATORS)}"
-        )
-    if device is None or device.type not in ACCELERATORS[accelerator]:
+    if types and (device is None or device.type not in types):
         raise SettingError(f"accelerator={accelerator!r}: this machine has {device or 'a CPU only'}")
-    return False
+    return bool(accelerator == "cpu")
 
 
 def count_processes(devices: Any, cpu: bool) -> int:
