@@ -31,6 +31,7 @@ from ...data import SkippedLoader
 from ...distributed import check_backend, read_ranks
 from ...errors import BatchError, CheckpointError, RefusedError, SettingError, StepError
 from ...optim import PreparedScheduler
+from ...optim.torch_step import parameters_of
 from ...precision.policies import cast_outputs
 from ...settings import as_record, read_record, resolve
 from ...trackers import TRACKERS
@@ -89,8 +90,7 @@ def adopt(acc: accelerator.Accelerator, items: Sequence[Any], replaces: bool = F
         del prepared.owner[parameter]
     if prepared.strategy.sharded:
         return
-    groups = [group for item in items if isinstance(item, Optimizer) for group in item.param_groups]
-    stepped = {id(p) for group in groups for p in group["params"]}
+    stepped = {id(p) for item in items if isinstance(item, Optimizer) for p in parameters_of(item)}
     prepared.owner.update(dict.fromkeys(stepped - of_models - prepared.owner.keys(), ALONE))
     for parameter in stepped if replaces else ():
         prepared.stepped_by.pop(parameter, None)
@@ -396,7 +396,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
 
     def _name_alone(self) -> None:
         """Prepare a model of the parameters that optimizers step and no model has, so that checkpoints hold them."""
-        stepped = [p for optimizer in self._prepared.optimizers for g in optimizer.param_groups for p in g["params"]]
+        stepped = [parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer)]
         if alone := [p for p in dict.fromkeys(stepped) if self._prepared.owner.get(id(p)) == ALONE]:
             self.prepare(nn.ParameterList(alone))
 
