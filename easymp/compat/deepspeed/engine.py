@@ -296,14 +296,9 @@ class DeepSpeedEngine(nn.Module):
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Any:
         """A prepared loader of `dataset`; for other options pass a DataLoader to ``engine.accelerator.prepare``."""
-        config = self._config
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=batch_size or config.train_micro_batch_size_per_gpu,
-            shuffle=True,
-            collate_fn=collate_fn or self._collate,
-            drop_last=config.dataloader_drop_last,
-        )
+        size, collate = batch_size or self._config.train_micro_batch_size_per_gpu, collate_fn or self._collate
+        drop_last = self._config.dataloader_drop_last
+        loader: DataLoader[Any] = DataLoader(dataset, size, shuffle=True, collate_fn=collate, drop_last=drop_last)
         return self.accelerator.prepare(loader)
 
     def destroy(self) -> None:
@@ -422,17 +417,13 @@ def _accelerator(config: DeepSpeedConfig) -> Accelerator:
         options = {"cpu_offload": config.zero_cpu_offload}
     elif config.zero_cpu_offload:
         config.ignored["zero_optimization.offload_…"] = "with stage 3 on several processes only"
-    settings = Settings(
-        autocast_options=AutocastKwargs(output_dtype=None),
-        scaler_options=GradScalerKwargs(**config.scaler_options()) if config.fp16_enabled else None,
-    )
+    scaling = GradScalerKwargs(**config.scaler_options()) if config.fp16_enabled else None
+    windows = GradientAccumulationPlugin(config.gradient_accumulation_steps, sync_with_dataloader=False)
     return Accelerator(
-        mixed_precision=config.precision,  # type: ignore[arg-type]  # a word of `_read_precision`
+        mixed_precision=config.precision,  # type: ignore[arg-type]  # a word of the configuration's
         strategy=strategy,  # type: ignore[arg-type]  # a word of `STRATEGIES`
         strategy_options=options,
-        gradient_accumulation_steps=GradientAccumulationPlugin(
-            config.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
+        gradient_accumulation_steps=windows,
         nonfinite="skip" if config.skips_nonfinite else None,
-        settings=settings,
+        settings=Settings(autocast_options=AutocastKwargs(output_dtype=None), scaler_options=scaling),
     )
