@@ -137,9 +137,8 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
         if group is not None:
             check_backend(group.backend, device or torch.device("cpu"))
         settings = plain_steps_on_cpu(settings, device is None)
-        loading = read_record(
-            settings, "dataloader_config", partial(as_record, DataLoaderConfiguration, "dataloader_config")
-        )
+        make_record = partial(as_record, DataLoaderConfiguration, "dataloader_config")
+        loading = read_record(settings, "dataloader_config", make_record)
         if split_batches is not None:
             loading = dataclasses.replace(loading, split_batches=split_batches)
         if sum(argument is not None for argument in (dynamo_plugin, dynamo_backend, options.get("compile"))) > 1:

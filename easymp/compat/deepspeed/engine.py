@@ -37,13 +37,8 @@ from .modules import gradient_of, hide_gradients, mark_sharded, reveal_gradients
 logger = get_logger(__name__)
 
 COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
-# Stage → strategy and options. Up to stage 2 each rank holds whole parameters, which scripts read and save.
-STRATEGIES: dict[int, tuple[str, dict[str, Any] | None]] = {
-    0: ("auto", None),
-    1: ("zero1", None),
-    2: ("zero1", {"shard_gradients": True}),
-    3: ("fsdp", None),
-}
+# Strategy and options of each stage. Up to stage 2 each rank holds whole parameters, which scripts read and save.
+STRATEGIES: Any = (("auto", None), ("zero1", None), ("zero1", {"shard_gradients": True}), ("fsdp", None))
 # Methods that return the attribute of this name of the configuration.
 GETTERS = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print gradient_clipping
@@ -421,7 +416,7 @@ def _accelerator(config: DeepSpeedConfig) -> Accelerator:
     windows = GradientAccumulationPlugin(config.gradient_accumulation_steps, sync_with_dataloader=False)
     return Accelerator(
         mixed_precision=config.precision,  # type: ignore[arg-type]  # a word of the configuration's
-        strategy=strategy,  # type: ignore[arg-type]  # a word of `STRATEGIES`
+        strategy=strategy,
         strategy_options=options,
         gradient_accumulation_steps=windows,
         nonfinite="skip" if config.skips_nonfinite else None,
