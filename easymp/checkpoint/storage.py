@@ -297,7 +297,7 @@ class LocalStorage:
         descriptor, size = _open(path)
         try:
             memory = bytearray(min(count, size))
-            _fill(path, descriptor, [memoryview(memory)], 0)
+            _transfer("read", os.preadv, path, descriptor, [memoryview(memory)], 0)
         finally:
             do("close", path, os.close, descriptor)
         return bytes(memory)
@@ -428,11 +428,10 @@ class Writer:
         checksums = [0] * block_count(self._size)
         with ExitStack() as self._open_files:
             self._cached = self._open("create", os.O_CREAT | os.O_EXCL, 0o666)
+            blocks = enumerate(regroup_exactly(parts, BLOCK, self._size, self._path))
             if self._size <= BLOCK:
-                views = [view for group in regroup_exactly(parts, PIECE, self._size, self._path) for view in group]
-                written_blocks: Iterable[WrittenBlock] = [self._write_cached((0, views))] if views else []
+                written_blocks: Iterable[WrittenBlock] = map(self._write_cached, blocks)
             else:
-                blocks = enumerate(regroup_exactly(parts, BLOCK, self._size, self._path))
                 do("allocate", self._path, _allocate, self._cached, self._size)
                 write_block = self._write_direct if self._open_direct() else self._write_cached
                 written_blocks = run_in_threads(write_block, blocks, "write")
@@ -468,7 +467,7 @@ class Writer:
         for views_of_piece in regroup(views, PIECE, MOST_BUFFERS):
             for view in views_of_piece:
                 crc = self._crc32(view, crc)
-            offset = self._put(views_of_piece, offset)
+            offset = _transfer("write", os.pwritev, self._path, self._cached, views_of_piece, offset)
         return block, crc, offset - block * BLOCK
 
     def _write_direct(self, task: tuple[int, Views]) -> WrittenBlock:
@@ -504,16 +503,8 @@ class Writer:
             done_bytes += count - count % PAGE
             if count < PAGE:
                 break
-        return self._put([source[done_bytes:]], offset + done_bytes)
-
-    def _put(self, views: Views, offset: int) -> int:
-        while views := drop_bytes(views, 0):
-            count = do("write", self._path, os.pwritev, self._cached, views, offset)
-            if not count:
-                raise OSError(errno.EIO, "the system wrote nothing, and did not say why", self._path)
-            offset += count
-            views = drop_bytes(views, count)
-        return offset
+        remainder = [source[done_bytes:]]
+        return _transfer("write", os.pwritev, self._path, self._cached, remainder, offset + done_bytes)
 
 
 def _allocate(descriptor: int, size: int) -> None:
@@ -562,7 +553,7 @@ class Reader:
             position = offset + len(view)
         views.append(scratch[position - begin : end - begin])
         try:
-            _fill(self._path, self._descriptor, views, begin)
+            _transfer("read", os.preadv, self._path, self._descriptor, views, begin)
             if self._file.checksums is not None:
                 for view in views:
                     crc = self._crc32(view, crc)
@@ -588,13 +579,18 @@ def _open(path: str) -> tuple[int, int]:
     return descriptor, status.st_size
 
 
-def _fill(path: str, descriptor: int, views: Views, offset: int) -> None:
-    while views := drop_bytes(views, 0):
-        count = do("read", path, os.preadv, descriptor, views, offset)
-        if not count:
+def _transfer(operation: str, call: Callable[..., int], path: str, descriptor: int, views: Views, offset: int) -> int:
+    """Read or write all `views` from byte `offset` of a file on. Returns the offset behind them."""
+    views = drop_bytes(views, 0)
+    while views:
+        count = do(operation, path, call, descriptor, views, offset)
+        if not count and operation == "read":
             raise CheckpointError(f"{path}: ends at byte {offset} while it is read: another process changes it")
+        if not count:
+            raise OSError(errno.EIO, "the system wrote nothing, and did not say why", path)
         offset += count
         views = drop_bytes(views, count)
+    return offset
 
 
 def make_parents(path: str) -> None:
