@@ -198,7 +198,7 @@ class Checkpoints:
         root, name = ranks.run_on_rank_0(
             world, lambda: folders.split(folders.join(self._root, self._folder_name(step)) if path is None else path)
         )
-        if self._is_root(root) and folders.step_of(name) is not None:
+        if folders.step_of(name) is not None and self._is_root(root):
             self._claim_project(world=world)
         target = save.Target(folders.open_storage(root), name, step, self._run.plan.as_dict())
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
@@ -316,7 +316,7 @@ class Checkpoints:
             return reader
 
         loaded = load.load_items(world, folder, open_reader, items)
-        self._saver().line.reset()
+        self._saver().line = folders.SaveLine()
         return loaded
 
     def _locate(self, path: Path | None) -> tuple[str, str]:

@@ -22,7 +22,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,10 +107,10 @@ def is_checkpoint(storage: Storage, folder: str) -> bool:
 
 def newest_save(storage: Storage, checkpoint: str) -> str:
     """The folder of the newest committed save of `checkpoint`; the plain name if none is committed."""
-    saves = saves_of(storage.list(), checkpoint)
-    if saves in ([], [checkpoint]):
+    names = storage.list()
+    if not any(name.startswith(f"{checkpoint}.save-") for name in names):
         return checkpoint
-    return next((folder for folder in saves if is_committed(storage, folder)), checkpoint)
+    return next((folder for folder in saves_of(names, checkpoint) if is_committed(storage, folder)), checkpoint)
 
 
 def open_manifest(storage: Storage, folder: str) -> Manifest:
@@ -300,21 +300,17 @@ def damage_text(storage: Storage, folder: str) -> str:
     return ""
 
 
+@dataclass(eq=False)
 class SaveLine:
     """The line of saves that a run continues. Rank 0 decides."""
 
-    def __init__(self) -> None:
-        self._last: SaveRecord | None = None  # the checkpoint that the run loaded or saved last
-        self._loaded_from: Storage | None = None  # where `_last` is, if it was loaded
-        self._surveyed: set[str] = set()  # folders in which this run has saved on its line
+    _last: SaveRecord | None = None  # the checkpoint that the run loaded or saved last
+    _loaded_from: Storage | None = None  # where `_last` is, if it was loaded
+    _surveyed: set[str] = field(default_factory=set)  # folders in which this run has saved on its line
 
     def loaded(self, storage: Storage, folder: str, manifest: Manifest) -> None:
         self._last, self._loaded_from = SaveRecord(folder, manifest.written, manifest.step, manifest.lineage), storage
         self._surveyed.clear()  # what this run saved after it is on another line now
-
-    def reset(self) -> None:
-        self._last = self._loaded_from = None
-        self._surveyed.clear()
 
     def saved(self, storage: Storage, record: SaveRecord) -> None:
         self._last, self._loaded_from = record, None
@@ -384,10 +380,12 @@ class Commit:
             self.folder = next_save(target.list(), checkpoint)
         self._lock = acquire(target, checkpoint, "" if target.renames else self.folder)
         try:
-            clean_up(target, checkpoint, self._lock.previous)
-            refuse_foreign(target, checkpoint)
-            move_other_line(target, checkpoint, record)
-            owners = {owner for name in target.list() if (owner := owner_of(name)) is not None}
+            names = target.list()
+            owners = {owner for name in names if (owner := owner_of(name)) is not None}
+            if saves_of(names, checkpoint) or leftovers_of(names, checkpoint):
+                clean_up(target, checkpoint, self._lock.previous)
+                refuse_foreign(target, checkpoint)
+                move_other_line(target, checkpoint, record)
             for owner in sorted(owners - {checkpoint}):
                 with suppress(CheckpointError), lock_held(target, owner) as previous:  # refused if the writer lives
                     clean_up(target, owner, previous)
