@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from .codec import pack
+from .codec import TensorName, pack, unpack
 from .export import load
 from .load import CheckpointReader
-from .manifest import Manifest, canonical
+from .manifest import Manifest, canonical, per_rank
 from .model_state import OptimizerState
 from .run_state import numbered
-from .save import Saveable, per_rank
+from .save import Saveable
 from .storage import MemoryFile
 from .torch_files import unreadable
 from .weights import stored_in_memory, without_wrappers
@@ -130,13 +130,11 @@ class AccelerateReader(CheckpointReader):
         manifest = Manifest(
             step=max((trees[o.name]["updates"] for o in optimizers if o.name in trees), default=0),
             world_size=max(len(states["random_states"]), 1),
-            written="",
             made_by="Accelerate",
-            plan={},
             tensors={name: stored_in_memory(name, tensor) for name, tensor in tensors.items()},
-            files={},
             states=packed,
             aliases=aliases,
+            trees={name: unpack(tree, TensorName) for name, tree in packed.items()},
         )
         files = {name: MemoryFile(tensor, name) for name, tensor in tensors.items()}
         super().__init__(manifest, files, rank, strict, reread=True)

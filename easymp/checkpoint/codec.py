@@ -238,10 +238,12 @@ def _type_name(type_: Any) -> str:
     return name if module in ("builtins", "__main__") else f"{module}.{name}"
 
 
-def tensor_names(value: Any) -> list[str]:
-    names: list[str] = []
-    unpack(value, names.append)
-    return names
+class TensorName(str):
+    """Full name of a stored tensor, in a tree where its values would be."""
+
+
+class ArrayName(TensorName):
+    """The same where a NumPy array would be."""
 
 
 def unpack(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
@@ -328,7 +330,7 @@ ITEMS: Fields = {"items": list}
 FORMER = "str bytearray complex device set frozenset range slice defaultdict".split()  # kinds that easymp 0.1 wrote
 READERS: dict[str, tuple[Fields, Callable[..., Any]]] = {  # kind → its fields, and what is made of them
     "tensor": (NAME, str),  # `unpack` returns the tensor of that name
-    "array": (NAME, lambda name: name.numpy() if isinstance(name, Tensor) else name),
+    "array": (NAME, lambda name: name.numpy() if isinstance(name, Tensor) else ArrayName(name)),
     "scalar": ({"dtype": str, "value": object}, _scalar),
     "int": (VALUE, _hex),
     "float": (VALUE, lambda value: {text: float(text) for text in ("nan", "inf", "-inf")}[value]),

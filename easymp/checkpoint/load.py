@@ -9,7 +9,8 @@ in part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from ..distributed import World
 from ..errors import CheckpointError, EasympError, join_some, nearest
 from ..logging import get_logger
 from .buffers import aligned, as_bytes, is_plain
-from .codec import unpack
+from .codec import ArrayName, TensorName
 from .folders import join, open_save
 from .manifest import (
     BLOCK,
@@ -37,7 +38,7 @@ from .manifest import (
     strides,
 )
 from .progress import Tick, expect, ignore
-from .ranks import attempt, error_text, join_errors
+from .ranks import attempt, error_text, join_errors, run_on_all
 from .save import Saveable
 from .storage import Files, MemoryFile, SourceFile, Storage
 
@@ -73,47 +74,43 @@ class Trial(NamedTuple):
     undo: Callable[[], object]
 
 
-class FullName(str):
-    """Full name of a stored tensor, in a tree where its values would be."""
-
-    __slots__ = ()
-
-
+@dataclass(eq=False)
 class CheckpointReader:
     """A committed checkpoint that one rank reads. Requested tensors are empty until `run` reads and verifies them."""
 
-    def __init__(
-        self, manifest: Manifest, files: Files, rank: int = 0, strict: bool = True, reread: bool = False
-    ) -> None:
-        self.manifest, self.rank, self.strict = manifest, rank, strict
-        self.skipped: list[str] = []
-        self.trials: list[Trial] = []
-        self._files = files
-        self._reread = reread  # whether live tensors are filled by a second read, else from copies
-        self._tick: Tick = ignore
-        self._requests: list[ReadRequest] = []
-        self._live_reads: list[FileRead] = []
-        self._requested: set[str] = set()  # names of states
-        self._masters: dict[str, str] | None = None
+    manifest: Manifest
+    files: Files
+    rank: int = 0
+    strict: bool = True
+    reread: bool = False  # whether live tensors are filled by a second read, else from copies
+    skipped: list[str] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    _tick: Tick = ignore
+    _requests: list[ReadRequest] = field(default_factory=list)
+    _live_reads: list[FileRead] = field(default_factory=list)
+    _requested: set[str] = field(default_factory=set)  # names of states
 
     def __contains__(self, name: str) -> bool:
         self._requested.add(name)
-        return name in self.manifest.states
+        return name in self.manifest.trees
 
-    def state(self, name: str, tensor: Callable[[str], Any] | None = None, only: Sequence[str] | None = None) -> Any:
-        """The state under `name`, or `only` some keys. `tensor` turns a tensor's full name into its value."""
+    def tree(self, name: str) -> Any:
+        """The state under `name`, with a `TensorName` for each tensor."""
         if name not in self:
             raise CheckpointError(f"the checkpoint has no {name}")
-        tree = self.manifest.states[name]
-        return unpack(tree if only is None else {key: tree[key] for key in only}, tensor or self.read_tensor)
+        return self.manifest.trees[name]
+
+    def state(self, name: str) -> Any:
+        """The state under `name`, with new tensors, which `run` fills."""
+        return with_tensors(self.tree(name), self.read_tensor)
 
     def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""
         names = []
-        for name in self.manifest.states.keys() - self._requested:
+        for name in self.manifest.trees.keys() - self._requested:
             parts = name.split("/")
             parents = {"/".join(parts[:n]) for n in range(1, len(parts))}
-            if parts[0] != "ranks" and not parents & {*self._requested, *self.manifest.states}:
+            if parts[0] != "ranks" and not parents & {*self._requested, *self.manifest.trees}:
                 names.append(name)
         return sorted(names)
 
@@ -126,17 +123,16 @@ class CheckpointReader:
     def stored(self, name: str) -> StoredTensor:
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
-    def master(self, name: str) -> str:
-        """Full name of the fp32 master of the parameter `name`; without a master, `name`."""
-        if self._masters is None:
-            trees = [tree for state, tree in self.manifest.states.items() if state.endswith("/masters")]
-            self._masters = {name: master for tree in trees for name, master in unpack(tree, str).items()}
-        return self._masters.get(self.manifest.aliases.get(name, name)) or name
+    @cached_property
+    def _masters(self) -> dict[str, str]:
+        trees = [tree for state, tree in self.manifest.trees.items() if state.endswith("/masters")]
+        return {name: master for tree in trees for name, master in tree.items()}
 
-    def stepped(self, name: str) -> StoredTensor | None:
-        """The stored tensor that the optimizer stepped: the parameter's master, or the parameter."""
-        path = self.master(name)
-        return self.manifest.tensors.get(self.manifest.aliases.get(path, path))
+    def stepped(self, name: str) -> tuple[str, StoredTensor | None]:
+        """Full name and tensor of what the optimizer stepped: the fp32 master of the parameter `name`, or itself."""
+        aliases = self.manifest.aliases
+        path = self._masters.get(aliases.get(name, name)) or name
+        return path, self.manifest.tensors.get(aliases.get(path, path))
 
     def read_tensor(self, name: str) -> Tensor:
         """A new tensor, which `run` fills."""
@@ -157,7 +153,7 @@ class CheckpointReader:
                 if stride == 0 and length > 1:  # `expand` shows one element several times
                     live = live.narrow(dim, 0, 1)
             requests.append(ReadRequest(self.stored(name), Box(box.offset, tuple(live.shape)), live))
-        if self._reread:
+        if self.reread:
             reads = plan_reads(requests)
             self._live_reads += reads
             return lambda: self._fill_again(reads)
@@ -176,16 +172,16 @@ class CheckpointReader:
         reads, live_reads = plan_reads(self._requests), self._live_reads
         self._tick = tick
         expect(tick, sum(read.target.nbytes for read in (*reads, *live_reads, *live_reads)))
-        read_all(self._files, reads, tick)
+        read_all(self.files, reads, tick)
         verified = blocks_of(reads)
         for name, blocks in blocks_of(live_reads).items():  # verified here, then read again into live tensors
             if unverified := sorted(blocks - verified.get(name, set())):
-                self._files[name].verify(tick, unverified)
+                self.files[name].verify(tick, unverified)
         self._requests.clear()
 
     def _fill_again(self, reads: Sequence[FileRead]) -> None:
         try:
-            read_all(self._files, reads, self._tick)
+            read_all(self.files, reads, self._tick)
         finally:
             for read in reads:  # autograd did not see the writes, and fp32 masters compare versions
                 torch.autograd.graph.increment_version(read.target)
@@ -214,7 +210,7 @@ def load_items(
         reader = open_reader()
         for item in items:
             try:
-                loads.append(item.restore(reader))
+                load = item.restore(reader)
             except EasympError:
                 raise
             except (LookupError, TypeError, ValueError, AttributeError) as fault:
@@ -222,6 +218,8 @@ def load_items(
                     f"the manifest does not hold what a {type(item).__name__} writes ({error_text(fault)}): load "
                     "another checkpoint"
                 ) from fault
+            if load is not None:
+                loads.append(load)
         if unrequested := reader.unrequested():
             reader.complain(f"nothing here takes {join_some(unrequested)} of the checkpoint: prepare it first")
         reader.run(tick)
@@ -235,8 +233,7 @@ def load_items(
     _raise_on_all(world, path, error_text(error), error)
     skipped = reader.skipped + _run_trials(world, path, reader.trials, reader.strict)
     world.settle()  # values that wait to be averaged are about to be replaced
-    error, _ = attempt(fill)
-    _raise_on_all(world, path, error_text(error), error, PARTLY)
+    run_on_all(world, fill, f"{path} {PARTLY}: ")
     skipped = list(dict.fromkeys(mismatch for mismatches in world.gather_objects(skipped) for mismatch in mismatches))
     if skipped:
         logger.warning("%s: skipped: %s", path, "; ".join(skipped))
@@ -261,11 +258,27 @@ def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) 
     return [f"{name}: {text}" for name, text in failed.items()]
 
 
-def _raise_on_all(world: World, path: str, text: str, error: Exception | None, outcome: str = "") -> None:
-    """Raise the `text` of any rank on all. `outcome` says what became of the checkpoint ("": it was not loaded)."""
+def _raise_on_all(world: World, path: str, text: str, error: Exception | None) -> None:
+    """Raise the `text` of any rank on all."""
     if texts := join_errors(world.gather_objects(text)):
-        outcome = outcome or ("was not loaded" if STUCK in texts else "was not loaded, and nothing has changed")
+        outcome = "was not loaded" if STUCK in texts else "was not loaded, and nothing has changed"
         raise CheckpointError(f"{path} {outcome}: {texts}") from error
+
+
+def with_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
+    """A tree of `unpack` with what `tensor` returns in place of each `TensorName`."""
+    if isinstance(tree, TensorName):
+        value = tensor(tree)
+        return value.numpy() if isinstance(tree, ArrayName) and isinstance(value, Tensor) else value
+    if isinstance(tree, dict):
+        return type(tree)({key: with_tensors(value, tensor) for key, value in tree.items()})
+    return type(tree)(with_tensors(value, tensor) for value in tree) if type(tree) in (list, tuple) else tree
+
+
+def tensor_names(tree: Any) -> list[str]:
+    names: list[str] = []
+    with_tensors(tree, names.append)
+    return names
 
 
 def name_differences(live: Collection[str], saved: Collection[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .codec import DTYPES, MOST, NAMES, dumps, loads, nbytes, tensor_names
+from .codec import DTYPES, MOST, NAMES, TensorName, dumps, loads, nbytes, unpack
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
 MANIFEST, COMMIT, INDEX = "manifest.json", "COMMIT", "model.safetensors.index.json"
@@ -76,15 +76,16 @@ class Manifest:
 
     step: int
     world_size: int
-    written: str
-    made_by: str
-    plan: dict[str, Any]
     tensors: dict[str, StoredTensor]
-    files: dict[str, FileRecord]
     states: dict[str, Any]
+    written: str = ""
+    made_by: str = ""
+    plan: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra: dict[str, FileRecord] = field(default_factory=dict)
     lineage: Lineage = Lineage()
+    trees: Mapping[str, Any] = field(default_factory=dict, compare=False)  # `states` as read, with `TensorName`s
 
     @property
     def all_files(self) -> dict[str, FileRecord]:
@@ -139,43 +140,53 @@ def decode(text: bytes, file: str) -> Manifest:
     if version > VERSION:
         raise CheckpointError(f"{file}: format {version}, and this easymp reads {VERSION}: update easymp")
     try:
-        manifest = _from_json(raw)
-        validate(manifest)
+        return _read(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    return manifest
 
 
 def decode_head(start: bytes) -> tuple[str, int, Lineage] | None:
     """Read `written`, `step` and lineage from the first bytes of a manifest, unverified; None if they are missing."""
     try:
         raw = loads(start.partition(b',"block":')[0] + b"}", "")
-        lineage = _lineage(raw["plan"])
+        lineage = _lineage(raw["plan"], {"written": raw["written"]})
         check_number("step", raw["step"], 0)
-        _check_lines(lineage, {"written": raw["written"]})
     except (CheckpointError, LookupError, TypeError):
         return None
     return raw["written"], raw["step"], lineage
 
 
-def _from_json(raw: Any) -> Manifest:
-    """Convert the JSON to our types. The values are validated later."""
+def _read(raw: Any) -> Manifest:
+    """Convert the JSON to our types; CheckpointError, in one sentence, if it contradicts itself."""
     _check_fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
     if raw["block"] != BLOCK:
         raise CheckpointError(f"checksums are of blocks of {raw['block']} bytes, not {BLOCK}: update easymp")
-    tensors = {}
-    for name, tensor in raw["tensors"].items():
-        _check_fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
-        if tensor["dtype"] not in DTYPES:
-            raise CheckpointError(f"{name!r:.300} has unknown dtype {tensor['dtype']!r:.40}: update easymp")
-        chunks = []
-        for entry in tensor["pieces"]:
-            if not isinstance(entry, list) or [*map(type, entry)] != [list, list, str, int]:
-                raise CheckpointError(f"{name!r:.300} is in {entry!r:.80}: not offset, shape, file, place")
-            offset, shape, file, begin = entry
-            chunks.append(Chunk(Box(tuple(offset), tuple(shape)), file, begin))
-        tensors[name] = StoredTensor(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(chunks))
-    _check_fields("the table of aliases", raw["aliases"], dict.fromkeys(raw["aliases"], str))
+    check_number("step", raw["step"], 0)
+    check_number("world_size", raw["world_size"], 1, MOST_RANKS)
+    lineage = _lineage(raw["plan"], {"written": raw["written"], "made_by": raw["made_by"]})
+    files, extra = _file_records(raw["files"]), _file_records(raw.get("extra", {}))
+    for name in files:
+        if not _is_portable(name) or name[0] == "." or name.casefold() in (MANIFEST, COMMIT.casefold()):
+            raise CheckpointError(f"the file {name!r:.300} has no plain name of a file right in the folder")
+    if extra:
+        check_extra(extra, files)
+    tensors = _stored_tensors(raw["tensors"], files)
+    aliases = raw["aliases"]
+    _check_fields("the table of aliases", aliases, dict.fromkeys(aliases, str))
+    for name, target in aliases.items():  # of stored tensors, not of one another: so there is no cycle
+        if name in tensors:
+            raise CheckpointError(f"{name!r:.300} is a tensor, and another name of {target!r:.300} too")
+        if target not in tensors:
+            raise CheckpointError(f"{name!r:.300} is another name of {target!r:.300}, which is not stored")
+    names = {name: TensorName(name) for name in (*tensors, *aliases)}
+    trees: dict[str, Any] = {}
+    for name, state in raw["states"].items():
+        try:
+            trees[name] = unpack(state, names.__getitem__)
+        except KeyError as error:
+            raise CheckpointError(f"{name!r:.300} has a tensor {error.args[0]!r:.300}, which is not stored") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r:.300}: {error}") from None
     return Manifest(
         step=raw["step"],
         world_size=raw["world_size"],
@@ -183,29 +194,48 @@ def _from_json(raw: Any) -> Manifest:
         made_by=raw["made_by"],
         plan={name: choice for name, choice in raw["plan"].items() if name != LINEAGE},
         tensors=tensors,
-        files=_file_records(raw["files"]),
+        files=files,
         states=raw["states"],
-        aliases=raw["aliases"],
-        extra=_file_records(raw.get("extra", {})),
-        lineage=_lineage(raw["plan"]),
+        aliases=aliases,
+        extra=extra,
+        lineage=lineage,
+        trees=trees,
     )
 
 
 def _file_records(table: Any) -> dict[str, FileRecord]:
     for name, file in table.items():
         _check_fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
+        check_number(f"the size of {name}", file["size"], 0)
+        count, block_count = len(file["crc32"]), -(-file["size"] // BLOCK)
+        if count != block_count:
+            raise CheckpointError(f"{name} has {file['size']} bytes, so {block_count} checksums, and here are {count}")
+        for crc in file["crc32"]:
+            if type(crc) is not int or not 0 <= crc < 2**32:
+                raise CheckpointError(f"a checksum of {name} is {crc!r:.80}, which is not a CRC-32")
     return {name: FileRecord(file["size"], tuple(file["crc32"])) for name, file in table.items()}
 
 
-def _lineage(plan: dict[str, Any]) -> Lineage:
-    if LINEAGE not in plan:
-        return Lineage()
-    raw = plan[LINEAGE]
-    _check_fields("the lineage", raw, {"line": str, "parent": str, "forks": list})
-    for fork in raw["forks"]:
-        if not isinstance(fork, list) or [*map(type, fork)] != [str, str, int]:
-            raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
-    return Lineage(raw["line"], raw["parent"], tuple(map(tuple, raw["forks"])))
+def _lineage(plan: dict[str, Any], texts: Mapping[str, object]) -> Lineage:
+    """The lineage in a manifest's plan, with identifiers for folder names. Its texts and `texts` are one line each."""
+    lineage = Lineage()
+    if LINEAGE in plan:
+        raw = plan[LINEAGE]
+        _check_fields("the lineage", raw, {"line": str, "parent": str, "forks": list})
+        for fork in raw["forks"]:
+            if not isinstance(fork, list) or [*map(type, fork)] != [str, str, int]:
+                raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
+        lineage = Lineage(raw["line"], raw["parent"], tuple(map(tuple, raw["forks"])))
+    for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
+        if not re.fullmatch("[0-9a-f]{1,32}", line):
+            raise CheckpointError(f"the line {line!r:.80} is not an identifier of 1 to 32 hexadecimal digits")
+    times = {f"the time of fork {i}": time for i, (_, time, _) in enumerate(lineage.forks)}
+    for name, text in {"parent": lineage.parent, **times, **texts}.items():
+        if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
+            raise CheckpointError(f"{name} is {text!r:.80}, and should be a line of at most 200 characters")
+    for _, _, step in lineage.forks:
+        check_number("the step of a fork", step, 0)
+    return lineage
 
 
 def _check_fields(subject: str, raw: object, fields: Mapping[str, type]) -> None:
@@ -219,80 +249,47 @@ def _check_fields(subject: str, raw: object, fields: Mapping[str, type]) -> None
             raise CheckpointError(f"{subject} has {raw[name]!r:.80} as {name!s:.80}, not {TYPE_NAMES[expected_type]}")
 
 
-def validate(manifest: Manifest) -> None:
-    """Raise CheckpointError, in one sentence, if a manifest contradicts itself."""
-    check_number("step", manifest.step, 0)
-    check_number("world_size", manifest.world_size, 1, MOST_RANKS)
-    _check_lines(manifest.lineage, {"written": manifest.written, "made_by": manifest.made_by})
-    for name in manifest.files:
-        if not _is_portable(name) or name[0] == "." or name.casefold() in (MANIFEST, COMMIT.casefold()):
-            raise CheckpointError(f"the file {name!r:.300} has no plain name of a file right in the folder")
-    check_extra(manifest.extra, manifest.files)
-    for name, file in manifest.all_files.items():
-        check_number(f"the size of {name}", file.size, 0)
-        count, block_count = len(file.checksums), -(-file.size // BLOCK)
-        if count != block_count:
-            raise CheckpointError(f"{name} has {file.size} bytes, so {block_count} checksums, and here are {count}")
-        for crc in file.checksums:
-            if type(crc) is not int or not 0 <= crc < 2**32:
-                raise CheckpointError(f"a checksum of {name} is {crc!r:.80}, which is not a CRC-32")
-    _check_tensors(manifest.tensors, manifest.files)
-    for name, target in manifest.aliases.items():  # of stored tensors, not of one another: so there is no cycle
-        if name in manifest.tensors:
-            raise CheckpointError(f"{name!r:.300} is a tensor, and another name of {target!r:.300} too")
-        if target not in manifest.tensors:
-            raise CheckpointError(f"{name!r:.300} is another name of {target!r:.300}, which is not stored")
-    for name, state in manifest.states.items():
-        try:
-            tensors = tensor_names(state)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name!r:.300}: {error}") from None
-        for tensor in tensors:
-            if tensor not in manifest.tensors and tensor not in manifest.aliases:
-                raise CheckpointError(f"{name!r:.300} has a tensor {tensor!r:.300}, which is not stored")
-
-
-def _check_tensors(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord]) -> None:
-    for name, stored in tensors.items():
-        if nbytes(stored.dtype, stored.shape) is None:
-            raise CheckpointError(f"{name!r:.300} cannot be of shape {list(stored.shape)!r:.80} and {stored.dtype}")
+def _stored_tensors(table: Any, files: Mapping[str, FileRecord]) -> dict[str, StoredTensor]:
+    for name, tensor in table.items():
+        _check_fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
+        if tensor["dtype"] not in DTYPES:
+            raise CheckpointError(f"{name!r:.300} has unknown dtype {tensor['dtype']!r:.40}: update easymp")
+    specs = {name: (DTYPES[tensor["dtype"]], tuple(tensor["shape"])) for name, tensor in table.items()}
+    for name, (dtype, shape) in specs.items():
+        if nbytes(dtype, shape) is None:
+            raise CheckpointError(f"{name!r:.300} cannot be of shape {list(shape)!r:.80} and {dtype}")
+    tensors: dict[str, StoredTensor] = {}
     ranges: dict[str, list[tuple[int, int, str]]] = {}
-    for name, stored in tensors.items():
-        for box, file, _ in stored.chunks:
+    for name, (dtype, shape) in specs.items():
+        chunks: list[Chunk] = []
+        for entry in table[name]["pieces"]:
+            if not isinstance(entry, list) or [*map(type, entry)] != [list, list, str, int]:
+                raise CheckpointError(f"{name!r:.300} is in {entry!r:.80}: not offset, shape, file, place")
+            box, file = Box(tuple(entry[0]), tuple(entry[1])), entry[2]
             if any(type(n) is not int for numbers in box for n in numbers):
                 raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
             if file not in files:
                 raise CheckpointError(f"{name!r:.300} lies in {file!r:.300}, which is none of the files")
-        if fault := coverage_fault(stored.shape, [chunk.box for chunk in stored.chunks]):
+            chunks.append(Chunk(box, file, entry[3]))
+        if fault := coverage_fault(shape, [chunk.box for chunk in chunks]):
             raise CheckpointError(f"{name!r:.300} is not stored exactly once: {fault}")
-        for box, file, begin in stored.chunks:
-            end = begin + box.numel * stored.dtype.itemsize
+        for box, file, begin in chunks:
+            end = begin + box.numel * dtype.itemsize
             if not 0 <= begin <= end <= files[file].size:
                 raise CheckpointError(f"{name!r:.300} begins at byte {begin!r:.80} of {file}, outside of it")
             if begin < end:
                 ranges.setdefault(file, []).append((begin, end, name))
+        tensors[name] = StoredTensor(dtype, shape, tuple(chunks))
     for file, in_file in ranges.items():
         for (_, end, name), (begin, _, next_name) in pairwise(sorted(in_file)):
             if begin < end:
                 raise CheckpointError(f"{name!r:.300} and {next_name!r:.300} lie in the same bytes of {file}")
+    return tensors
 
 
 def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
     if type(value) is not int or not low <= value <= high:
         raise CheckpointError(f"{name} is {value!r:.80}, and should be a whole number from {low} to {high}")
-
-
-def _check_lines(lineage: Lineage, texts: Mapping[str, object]) -> None:
-    """Check that texts are one line each, and that the identifiers of `lineage` are valid in folder names."""
-    for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
-        if not re.fullmatch("[0-9a-f]{1,32}", line):
-            raise CheckpointError(f"the line {line!r:.80} is not an identifier of 1 to 32 hexadecimal digits")
-    times = {f"the time of fork {i}": time for i, (_, time, _) in enumerate(lineage.forks)}
-    for name, text in {"parent": lineage.parent, **times, **texts}.items():
-        if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
-            raise CheckpointError(f"{name} is {text!r:.80}, and should be a line of at most 200 characters")
-    for _, _, step in lineage.forks:
-        check_number("the step of a fork", step, 0)
 
 
 def _is_portable(name: str) -> bool:
@@ -329,6 +326,11 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
             raise CheckpointError(
                 f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one"
             )
+
+
+def per_rank(rank: int, name: str) -> str:
+    """The name of a state that each rank keeps for itself."""
+    return f"ranks/{rank:05d}/{name}"
 
 
 def canonical(name: str) -> str:

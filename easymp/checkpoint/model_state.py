@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.dtensor import local
 from ..errors import CheckpointError, StepError, join_some
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
-from .codec import tensor_names
-from .load import CheckpointReader, FullName, Trial, check_like, is_known, name_differences
-from .manifest import Box, StoredTensor, canonical, check_number, local_chunks
-from .save import Snapshot, per_rank
+from .codec import TensorName
+from .load import CheckpointReader, Trial, check_like, is_known, name_differences, tensor_names, with_tensors
+from .manifest import Box, StoredTensor, canonical, check_number, local_chunks, per_rank
+from .save import Snapshot
 
 Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, chunk, and the live view that takes it
@@ -57,15 +57,13 @@ def _unflatten_subclass(value: Any) -> Any:
     return unflatten(value["parts"], value["context"], None, None)
 
 
-def leave() -> None:
-    """Change nothing."""
-
-
+@dataclass(eq=False)
 class ModelState:
     """The `state_dict` of the user's module; `mastered` holds ids of parameters that have fp32 masters."""
 
-    def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
-        self._name, self._module, self._mastered = name, module, mastered
+    _name: str
+    _module: nn.Module
+    _mastered: Collection[int] = ()
 
     def _state(self) -> tuple[dict[str, Any], set[int]]:
         """The state dict, and the ids of the module's own tensors."""
@@ -87,26 +85,26 @@ class ModelState:
         # BatchNorm statistics differ between ranks until a forward broadcasts rank 0's.
         into.add(self._name, tree, replicated={id(p) for p in self._module.parameters()})
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         if self._name not in source:
             source.complain(f"the checkpoint has no {self._name}")
-            return leave
-        saved = source.state(self._name, tensor=FullName)
+            return None
+        saved = {**source.tree(self._name)}
         prefix = f"{self._name}/"
         for alias, target in source.manifest.aliases.items():
             if alias.startswith(prefix):
-                saved[alias.removeprefix(prefix)] = FullName(target)
+                saved[alias.removeprefix(prefix)] = TensorName(target)
         state, own_ids = self._state()
         live = {canonical(name): (name, value) for name, value in state.items()}
         if differences := name_differences(live, saved):
             source.complain(f"{self._name}: {differences}")
         common = [name for name in live if name in saved]
         extra = [name for name in common if id(live[name][1]) not in own_ids]  # of get_extra_state, and of hooks
-        tensors = {n: live[n][1] for n in common if n not in extra and isinstance(saved[n], FullName)}
+        tensors = {n: live[n][1] for n in common if n not in extra and isinstance(saved[n], TensorName)}
         faults = [f"{n} is not a tensor in the checkpoint" for n in common if n not in tensors and n not in extra]
         fills: Fills = []
         filled: dict[int, tuple[str, StoredTensor]] = {}  # id of a live tensor → its first name, and what it takes
-        paths = [source.master(saved[n]) if t.dtype == torch.float32 else saved[n] for n, t in tensors.items()]
+        paths = [source.stepped(saved[n])[0] if t.dtype == torch.float32 else saved[n] for n, t in tensors.items()]
         saved_tensors = [source.stored(path) for path in paths]
         for name, path, stored, chunks in zip(tensors, paths, saved_tensors, local_chunks(tensors.values())):
             value = tensors[name]
@@ -130,7 +128,7 @@ class ModelState:
         if faults:
             source.complain(f"{self._name}: {join_some(faults)}")
         if extra:
-            values = source.state(self._name, only=extra)
+            values = with_tensors({name: saved[name] for name in extra}, source.read_tensor)
             by_live_name = {live[name][0]: values[name] for name in extra}
             source.trials.append(self._trial(by_live_name, dict(live[name] for name in extra), source.strict))
         return source.fill_live(fills)
@@ -158,6 +156,7 @@ class OptimizerState:
         self, name: str, optimizer: PreparedOptimizer, owner: Mapping[int, str], differs_by_rank: bool = False
     ) -> None:
         self.name, self._optimizer, self._differs_by_rank = name, optimizer, differs_by_rank
+        self.kind = type(optimizer.given).__name__
         parameter_of = {id(master): parameter for parameter, master in optimizer.masters}
         self._names: dict[int, str] = {}
         self._parameters: dict[str, Tensor] = {}
@@ -166,16 +165,12 @@ class OptimizerState:
             full_name = owner.get(id(parameter_of.get(id(p), p)))
             if full_name is None:
                 raise StepError(
-                    f"{type(optimizer.given).__name__} steps a parameter of shape {tuple(p.shape)} that belongs to no "
+                    f"{self.kind} steps a parameter of shape {tuple(p.shape)} that belongs to no "
                     "prepared model, so it has no name in a checkpoint: add it to the model before prepare(), or "
                     "prepare a module that holds it"
                 )
             self._names[id(p)], self._parameters[full_name], self._layouts[full_name] = full_name, p, layout
         self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-
-    @property
-    def kind(self) -> str:
-        return type(self._optimizer.given).__name__
 
     def groups(self) -> Groups:
         """The param groups, with parameter names in place of parameters."""
@@ -196,34 +191,36 @@ class OptimizerState:
         into.add(f"{self.name}/state", state, own=self._differs_by_rank)
         into.add(f"{self.name}/masters", {self._names[id(master)]: master for _, master in optimizer.masters})
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         optimizer = self._optimizer
         if self.name not in source:
             source.complain(f"the checkpoint has no {self.name}")
-            return leave
+            return None
         saved = source.state(self.name)
         if saved["kind"] != self.kind:
             source.complain(f"{self.name} was a {saved['kind']}, and is a {self.kind} here")
-            return leave
+            return None
         check_number(f"{self.name}/updates", saved["updates"], 0)
         groups = self._fitting_groups(saved["groups"], source)
         path = self._state_path(source)
-        states = source.state(path, tensor=FullName) if path else {}
+        states = source.tree(path) if path else {}
         if unknown := [name for name in states if name not in self._parameters]:
             source.complain(f"{self.name} remembers parameters not stepped here: {join_some(unknown)}")
         self._check_kinds(states)
-        fills = self._master_fills(source)
+        fills = self._master_fills(source) if optimizer.has_masters else []
         # A class or hook that adds to `state_dict` loads the whole state, so that live tensors are not filled directly.
         through_class = bool(saved["rest"]) or optimizer.customises_load()
         known_names = [name for name in states if name in self._layouts]
-        stepped = {name: source.stepped(name) for name in known_names}
+        stepped = {name: source.stepped(name)[1] for name in known_names}
         chunks_by_name = zip(known_names, local_chunks(self._layouts[name] for name in known_names))
         present = [name for name, chunks in chunks_by_name if chunks is not None]
         unfit = [n for n in present if (stored := stepped[n]) and stored.shape != tuple(self._layouts[n].shape)]
         fitting = [name for name in present if name not in unfit]
         if fitting:
-            tensors = self._state_tensors(source, path, fitting, stepped, None if through_class else fills)
-            states = source.state(path, tensor=tensors.__getitem__, only=fitting)
+            tensors = self._state_tensors(
+                source, path, {n: states[n] for n in fitting}, stepped, None if through_class else fills
+            )
+            states = with_tensors({name: states[name] for name in fitting}, tensors.__getitem__)
         if unfit:
             source.complain(f"{self.name} remembers parameters of another shape: {join_some(unfit)}")
         fill_live = source.fill_live(fills)
@@ -238,8 +235,8 @@ class OptimizerState:
             fill_live()
             for live, group in zip(optimizer.param_groups, groups):
                 live.update(group)
-            unfit_states = {self._parameters[name]: optimizer.state[self._parameters[name]] for name in unfit}
-            optimizer.replace_states({**state, **{p: entries for p, entries in unfit_states.items() if entries}})
+            unfit_states = [(self._parameters[name], optimizer.state[self._parameters[name]]) for name in unfit]
+            optimizer.replace_states({**state, **{p: entries for p, entries in unfit_states if entries}})
             optimizer.updates = saved["updates"]
 
         return load
@@ -284,7 +281,7 @@ class OptimizerState:
             path = f"{self.name}/state[{name!r:.80}]"
             check_like(path, state, example if is_torch_class else {})
             for key, value in state.items() if is_torch_class else ():
-                if isinstance(value, (str, bytes)) and not isinstance(value, FullName):
+                if isinstance(value, (str, bytes)) and not isinstance(value, TensorName):
                     raise CheckpointError(f"{path}[{key!r:.80}] is {value!r:.80}, and no number: load another")
                 if value is not None:
                     example.setdefault(key, value)
@@ -293,13 +290,13 @@ class OptimizerState:
         self,
         source: CheckpointReader,
         path: str,
-        names: Sequence[str],
+        states: Mapping[str, Any],
         stepped: Mapping[str, StoredTensor | None],
         fills: Fills | None,
     ) -> dict[str, Tensor]:
         """Map full names to the tensors into which states are loaded: new ones, or live ones, added to `fills`."""
-        trees, live_states = source.manifest.states[path], self._optimizer.state
-        full_names = [(name, full_name) for name in names for full_name in tensor_names(trees[name])]
+        live_states = self._optimizer.state
+        full_names = [(name, full_name) for name, state in states.items() for full_name in tensor_names(state)]
         stored_tensors = [source.stored(full_name) for _, full_name in full_names]
         new: dict[str, Tensor] = {}
         forms: dict[str, tuple[Any, StoredTensor, torch.dtype]] = {}
@@ -326,10 +323,11 @@ class OptimizerState:
 
     def _reusable(self, candidates: Mapping[str, Tensor], fills: Fills) -> dict[str, Tensor]:
         """Those that share no memory with others, parameters or `fills`. Their chunks are added to `fills`."""
-        used_memory = {t.data_ptr() for t in (*map(local, self._layouts.values()), *(view for *_, view in fills))}
+        used_memory = {view.data_ptr() for *_, view in fills}
+        used_memory |= {v.data_ptr() for chunks in local_chunks(self._layouts.values()) for _, v in chunks or ()}
         reused: dict[str, Tensor] = {}
         for (full_name, live), chunks in zip(candidates.items(), local_chunks(candidates.values())):
-            memory = local(live)
+            memory = live.to_local() if hasattr(live, "to_local") else live
             is_plain = type(memory) is Tensor and not memory.requires_grad and not memory.is_inference()
             if not is_plain or chunks is None or memory.data_ptr() in used_memory:
                 continue
@@ -344,11 +342,10 @@ class OptimizerState:
     def _master_fills(self, source: CheckpointReader) -> Fills:
         """Chunks of masters, each with the stored tensor to read: a master, or the weight if there is none."""
         masters = [master for _, master in self._optimizer.masters]
-        names = [self._names[id(master)] for master in masters]
-        paths, stepped = [source.master(name) for name in names], [source.stepped(name) for name in names]
+        stepped = [source.stepped(self._names[id(master)]) for master in masters]
         return [
             (path, box, view)
-            for master, path, stored, chunks in zip(masters, paths, stepped, local_chunks(masters))
+            for master, (path, stored), chunks in zip(masters, stepped, local_chunks(masters))
             if stored is not None and stored.shape == tuple(master.shape)
             for box, view in chunks or ()
         ]

@@ -67,7 +67,7 @@ def run_on_all(world: World, function: Callable[[], T], prefix: str = "") -> lis
     error, result = attempt(function)
     texts, results = zip(*world.gather_objects((error_text(error), result)))
     if errors := join_errors(texts):
-        raise CheckpointError(f"{prefix}{errors}")
+        raise CheckpointError(f"{prefix}{errors}") from error
     return list(results)
 
 
@@ -80,7 +80,8 @@ class Meeting:
         self._box: Any = Mailbox.open(world.store(), "saves", world.rank, world.size) if world.size > 1 else None
 
     def __enter__(self) -> Meeting:
-        self._forget(range(1, self._call + 1))
+        if self.size > 1:
+            self._forget(range(1, self._call + 1))
         self._number += 1
         self._call, self.failed = 0, False
         self._stop = threading.Event()
@@ -193,7 +194,7 @@ class Meeting:
 
     def _forget(self, calls: Sequence[int]) -> None:
         """On rank 0, delete the broadcast values of finished calls."""
-        if self.size > 1 and self.rank == 0:
+        if self.rank == 0:
             with suppress(RuntimeError):  # the store is gone: the next wait says so
                 self._box.delete(f"{self._number}/failed", *(f"{self._number}/{call}" for call in calls))
 

@@ -8,19 +8,21 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..base.parts import Part, Parts
+from ..base.parts import Part
 from ..base.rng import mix, seed_all
 from ..distributed import World
 from ..errors import CheckpointError, join_some
 from ..logging import get_logger
 from .load import CheckpointReader, Trial, check_like, is_known
-from .manifest import canonical, check_number
-from .model_state import ModelState, OptimizerState, leave
-from .save import Saveable, Snapshot, per_rank
+from .manifest import canonical, check_number, per_rank
+from .model_state import ModelState, OptimizerState
+from .save import Saveable, Snapshot
 
 if TYPE_CHECKING:
     from ..optim.optimizer import PreparedScheduler
@@ -63,7 +65,9 @@ def items_of(
         items.append(loader_state if with_data else LeftOut(f"state/loader_{i}"))
     items += [ObjectState(f"object_{i}", item, free=True) for i, item in enumerate(registered)]
     items.append(RunState(run, epochs, with_data))
-    items += [PartState(part, run.parts) for part in run.parts.all if type(part).state is not Part.state]
+    for part in run.parts.all:
+        if type(part).state is not Part.state:
+            items.append(PartState(f"state/{part.name}", part, part in run.parts.users))
     return [*items, RandomState(run.world, prepared.strategy, prepared.seed)]
 
 
@@ -83,19 +87,18 @@ class ObjectState:
         if into.rank == 0 and self._saved is not False:
             into.add(self._name, self._target.state_dict())
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         """A `load_state_dict` may fail, so it is a trial, which can be undone."""
         if self._name not in source:
             if self._saved is None:
                 source.complain(f"the checkpoint has no {self._name}")
-            return leave
+            return None
         state, target = source.state(self._name), self._target
         previous: list[Any] = []
         with suppress(Exception):  # an object that cannot tell its state now may still load one
             previous.append(copy.deepcopy(target.state_dict()))
         if previous and not isinstance(self._free, bool):
-            live = {key: value for key, value in previous[0].items() if key not in self._free}
-            check_like(self._name, state, live)
+            check_like(self._name, state, {key: v for key, v in previous[0].items() if key not in self._free})
 
         def undo() -> None:
             if not previous:
@@ -103,7 +106,7 @@ class ObjectState:
             target.load_state_dict(previous.pop())
 
         source.trials.append(Trial(self._name, lambda: target.load_state_dict(state), undo))
-        return leave
+        return None
 
 
 class ScheduleState(ObjectState):
@@ -118,7 +121,7 @@ class ScheduleState(ObjectState):
         if into.rank == 0:
             into.add(self._behind, self._target.behind)
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         super().restore(source)
         live_lengths = dict(lengths(self._target.state_dict()))
         for name, length in lengths(source.state(self._name)) if self._name in source else ():
@@ -129,7 +132,7 @@ class ScheduleState(ObjectState):
                     "it was saved with. Set it after the load to change it"
                 )
         if self._behind not in source:
-            return leave
+            return None
         behind = source.state(self._behind)
         check_like(self._behind, behind, self._target.behind)
         return lambda: setattr(self._target, "behind", behind)
@@ -143,39 +146,41 @@ def lengths(state: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"_schedulers[{number}].{name}", value) for name, value in lengths(inner))
 
 
+@dataclass(eq=False)
 class LeftOut:
     """A placeholder for a state that a load does not change, such as that of a model that a user's hook loads."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    _name: str
 
     def collect(self, into: Snapshot) -> None:
         pass
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         _ = self._name in source  # requested, so that it is not reported as left over
-        return leave
+        return None
 
 
+@dataclass(eq=False)
 class PartState:
     """The state of a part, on rank 0; a checkpoint must have that of a part of the script."""
 
-    def __init__(self, part: Part, parts: Parts) -> None:
-        self._part, self._parts, self._name = part, parts, f"state/{part.name}"
+    _name: str
+    _part: Part
+    _is_of_script: bool
 
     def collect(self, into: Snapshot) -> None:
         if into.rank == 0 and (state := self._part.state()) is not None:
             into.add(self._name, dict(state))
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         if self._name not in source:
-            if self._part in self._parts.users and self._part.state() is not None:
+            if self._is_of_script and self._part.state() is not None:
                 source.complain(f"the checkpoint has no state of part {self._part.name!r}")
-            return leave
-        state = source.state(self._name)
-        return lambda: self._part.load(state)
+            return None
+        return partial(self._part.load, source.state(self._name))
 
 
+@dataclass(eq=False)
 class RunState:
     """Skipped steps, pending steps of schedules, the order of the models, settings, and epochs of a run, on rank 0.
 
@@ -183,10 +188,10 @@ class RunState:
     update, but had not stepped when it saved.
     """
 
-    name = "run"
-
-    def __init__(self, run: Run, epochs: Any, with_data: bool) -> None:
-        self._run, self._epochs, self._with_data = run, epochs, with_data
+    _run: Run
+    _epochs: Any
+    _with_data: bool
+    name: ClassVar[str] = "run"
 
     def _states(self) -> dict[str, Any]:
         run, prepared = self._run, self._run.prepared
@@ -218,7 +223,7 @@ class RunState:
             for name, state in self._states().items():
                 into.add(name, state)
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         live = self._states()
         saved = {path: source.state(path) for path in live if path in source}
         for path in ("state/steps", "state/run", "state/epochs"):
@@ -230,13 +235,14 @@ class RunState:
             lacking = [key for key, value in facts if value is not None and state.get(key) is None]
             if lacking and lacking != ["arithmetic"]:  # which easymp 0.1 did not write
                 raise CheckpointError(f"{path} lacks {', '.join(lacking)}: load another checkpoint")
-        if fault := _order_fault(saved.get("state/models", {}), live["state/models"]):
+        orders = saved.get("state/models", {}), live["state/models"]
+        if orders[0] != orders[1] and (fault := _order_fault(*orders)):
             source.complain(fault)
 
         def load() -> None:
             run = self._run
             for optimizer, skipped in zip(run.prepared.optimizers, saved.get("state/steps", {}).get("skipped", ())):
-                run.scaler.set_skipped(optimizer.optimizer, skipped)
+                optimizer.step_was_skipped = skipped
             if "state/run" in saved:
                 run.project.iteration = saved["state/run"]["iteration"]
                 _log_differences(saved["state/run"], live["state/run"], run.world.rank)
@@ -300,7 +306,7 @@ class RandomState:
         slices = {"data_rank": self._data_rank, "data_size": self._data_size, "seed": self._seed}
         into.add(RANDOM, {**slices, "streams": _streams(self._devices)}, own=True)
 
-    def restore(self, source: CheckpointReader) -> Callable[[], None]:
+    def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         size, states, step = source.manifest.world_size, source.manifest.states, source.manifest.step
         names = {rank: per_rank(rank, RANDOM) for rank in range(size)}
         saved = {rank: states[name] for rank, name in names.items() if name in states}

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import prod
 from types import MappingProxyType
@@ -44,6 +44,7 @@ from .manifest import (
     coverage_fault,
     full_box,
     local_chunks,
+    per_rank,
     seal,
 )
 from .progress import Tick, expect, ignore
@@ -65,8 +66,8 @@ class Saveable(Protocol):
         """Add its state to a snapshot."""
         ...
 
-    def restore(self, source: Any) -> Callable[[], None]:
-        """Request the state from a `load.CheckpointReader` and check it; the returned function loads it."""
+    def restore(self, source: Any) -> Callable[[], None] | None:
+        """Request the state from a `load.CheckpointReader` and check it; the returned function loads it, if any."""
         ...
 
 
@@ -80,21 +81,16 @@ class LocalChunk(NamedTuple):
     differs: bool = False
 
 
-def per_rank(rank: int, name: str) -> str:
-    """The name of a state that each rank keeps for itself."""
-    return f"ranks/{rank:05d}/{name}"
-
-
+@dataclass(eq=False)
 class Snapshot:
     """This rank's state: live tensors by full name and box, Python state by name, aliases of tensors."""
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        self.tensors: dict[tuple[str, Box], Tensor] = {}
-        self.chunks: list[LocalChunk] = []
-        self.states: dict[str, Any] = {}
-        self.aliases: dict[str, str] = {}
-        self._replicated: dict[str, Collection[int] | None] = {}
+    rank: int = 0
+    tensors: dict[tuple[str, Box], Tensor] = field(default_factory=dict)
+    chunks: list[LocalChunk] = field(default_factory=list)
+    states: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    _replicated: dict[str, Collection[int] | None] = field(default_factory=dict)
 
     def add(self, name: str, value: Any, own: bool = False, replicated: Collection[int] | None = None) -> None:
         """Keep nested `value`; `own`: one of each rank. `replicated`: ids of tensors equal on all ranks, None: all."""
@@ -216,13 +212,13 @@ def _row_major_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from tensor.split(COPIED // row)
 
 
+@dataclass(eq=False)
 class HostCopy:
     """Memory for a copy of a rank's files, which a thread writes while training continues. Saves reuse it."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._files: dict[str, memoryview] = {}
-        self._pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = []
+    memory: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
+    _files: dict[str, memoryview] = field(default_factory=dict)
+    _pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = field(default_factory=list)
 
     def copy(self, plans: Sequence[FilePlan], tensors: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
         """Start to copy the files of `plans`. Returns their bytes, which are valid after `wait`."""
@@ -328,18 +324,18 @@ class Target(NamedTuple):
     plan: Mapping[str, Any]
 
 
+@dataclass(eq=False)
 class Saves:
     """The saves of a run on one `line` of checkpoints, one at a time. All ranks make each call."""
 
-    def __init__(self, world: World, line: SaveLine | None = None) -> None:
-        self.world = world
-        self.line = line or SaveLine()
-        self._meeting: Meeting | None = None
-        self._plan = SavePlan()
-        self._planned: tuple[Sequence[LocalChunk], Mapping[str, str]] = (), {}  # this rank's chunks and aliases
-        self._host_copy = HostCopy()
-        self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+    world: World
+    line: SaveLine = field(default_factory=SaveLine)
+    _meeting: Meeting | None = None
+    _plan: SavePlan = SavePlan()
+    _planned: tuple[Sequence[LocalChunk], Mapping[str, str]] | None = None  # this rank's chunks and aliases
+    _host_copy: HostCopy = field(default_factory=HostCopy)
+    _thread: threading.Thread | None = None
+    _error: CheckpointError | None = None
 
     def save(
         self,
@@ -355,7 +351,8 @@ class Saves:
         self.wait()
         self._meeting = self._meeting or Meeting(self.world)
         snapshot = self._collect(items)
-        check_extra(extra.names, [INDEX, *(file.name for file in self._plan.files)])
+        if extra.names:
+            check_extra(extra.names, [INDEX, *(file.name for file in self._plan.files)])
         host_copy = self._host_copy if asynchronous else None
         save = Save(self._meeting, self.line, target, limit, self._plan, snapshot, host_copy, extra, tick)
         if not asynchronous:
@@ -487,8 +484,9 @@ class Save:
                     raise
                 fault = "cannot be made: the folder, which rank 0 made, is not visible here"
                 raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
-        for name, record in copy_files(self.extra.files, storage, folder, self._count).items():
-            checksums[name] = [record.size, *record.checksums]
+        if self.extra.files:
+            for name, record in copy_files(self.extra.files, storage, folder, self._count).items():
+                checksums[name] = [record.size, *record.checksums]
         states = self.snapshot.states if self.meeting.rank else {}
         return checksums, {name: state for name, state in states.items() if digests.get(name) != _digest(state)}
 

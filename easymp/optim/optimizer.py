@@ -330,7 +330,12 @@ class PreparedOptimizer(WrappingOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped for an overflow. Waits for the device under fp16."""
-        return self._scaler.skipped(self.optimizer)
+        skipped = self.turn.skipped
+        return skipped is not None and bool(skipped.item())
+
+    @step_was_skipped.setter
+    def step_was_skipped(self, skipped: bool) -> None:
+        self.turn.skipped = torch.tensor(float(skipped))
 
     @property
     def has_masters(self) -> bool:

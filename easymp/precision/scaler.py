@@ -202,15 +202,6 @@ class Scaler:
             "call acc.unscale_gradients() before, or clip by acc.clip_grad_norm_ or acc.clip_grad_value_"
         )
 
-    def skipped(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer`'s last step was skipped. Waits for the device."""
-        skipped = self._window.turn(optimizer).skipped
-        return skipped is not None and bool(skipped.item())
-
-    def set_skipped(self, optimizer: Optimizer, skipped: bool) -> None:
-        """Set whether `optimizer`'s last step, in an earlier run, was skipped."""
-        self._window.turn(optimizer).skipped = torch.tensor(float(skipped))
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale after the optimizers' steps, or set it to `new_scale`, and begin the next update."""
         if not self.enabled:

@@ -157,7 +157,7 @@ class Logbook(Part):
             raise SettingError(f"{call}: pass a name, such as 'predictions'")
         if not self._has_logged:
             self._check_folder()
-            self.run.parts.begin_again(self, "stepped")
+            self.run.parts.begin_again(self, "stepped", "saving")
         step = checked_step(self._updates if step is None else step)
         self._has_logged = True
         return step
@@ -178,7 +178,7 @@ class Logbook(Part):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self.run.parts.end(self, "stepped")  # until something is logged
+        self.run.parts.end(self, "stepped", "saving")  # until something is logged
 
     def stepped(self, optimizer: Any) -> None:
         if self._pending or self._failure is not None:
@@ -290,7 +290,7 @@ class Logbook(Part):
 
     def state(self) -> dict[str, Any] | None:
         """The position of each tracker after all rows; None if nothing was logged, in this run or before."""
-        if not self._pending and self._failure is None and self._trackers is None:
+        if self._failure is None and self._trackers is None and not (self._has_logged and self._pending):
             return self._loaded
         self.settle_rows()
         positions = {name: self.attempt(name, tracker.position) for name, tracker in self._started().items()}

@@ -87,7 +87,7 @@ def read_trees(content: bytes) -> bool:
         packed = codec.pack(value, "x", {})
     except CheckpointError:
         return False
-    codec.tensor_names(codec.loads(codec.dumps(packed), "x"))
+    codec.unpack(codec.loads(codec.dumps(packed), "x"), codec.TensorName)
     return True
 
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from easymp import CheckpointError
-from easymp.checkpoint.codec import LEVELS, dumps, loads, pack, tensor_names, unpack
+from easymp.checkpoint.codec import LEVELS, TensorName, dumps, loads, pack, unpack
+from easymp.checkpoint.load import tensor_names
 
 NO_JSON = [
     (b"", "not JSON"),
@@ -47,7 +48,7 @@ def through(value: Any) -> Any:
     """As it comes back from a file."""
     tensors: dict[str, Tensor] = {}
     packed = loads(dumps(pack(value, "state", tensors)), "x")
-    assert sorted(tensor_names(packed)) == sorted(tensors)
+    assert sorted(tensor_names(unpack(packed, TensorName))) == sorted(tensors)
     return unpack(packed, lambda name: tensors[name].detach().clone())
 
 
@@ -208,7 +209,7 @@ def test_what_was_never_stored_is_refused():
             unpack(value, lambda name: torch.ones(1))
         assert len(str(caught.value)) < 400
         with pytest.raises(CheckpointError):
-            tensor_names(value)
+            unpack(value, TensorName)
 
 
 def test_numpy_is_not_imported(monkeypatch):

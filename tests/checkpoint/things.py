@@ -14,8 +14,8 @@ from easymp.checkpoint.folders import find_newest, open_manifest
 from easymp.checkpoint.hooks import collect_files, make_folder, verified_folder
 from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
-from easymp.checkpoint.manifest import Box
-from easymp.checkpoint.save import NO_FILES, ExtraFiles, LocalChunk, Saves, Snapshot, Target, per_rank
+from easymp.checkpoint.manifest import Box, per_rank
+from easymp.checkpoint.save import NO_FILES, ExtraFiles, LocalChunk, Saves, Snapshot, Target
 from easymp.checkpoint.storage import LocalStorage
 from easymp.distributed import Ranks, World, read_ranks
 

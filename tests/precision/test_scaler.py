@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from easymp import GradScalerKwargs, SettingError, StepError
+from easymp.base.accumulation import UpdateWindow
 from easymp.precision import Scaler
 
 INF = float("inf")
@@ -198,7 +199,8 @@ def test_an_update_by_hand(has_scaled: bool) -> None:
 
 
 def test_off_is_the_identity() -> None:
-    scaler, p = Scaler(enabled=False), parameter()
+    window, p = UpdateWindow(), parameter()
+    scaler = Scaler(enabled=False, window=window)
     optimizer, loss = sgd(p), (p * 2).sum()
     assert scaler.scale(loss) is loss
     loss.backward()
@@ -207,4 +209,4 @@ def test_off_is_the_identity() -> None:
         scaler.step(optimizer)
         scaler.update()
     torch.testing.assert_close(p.data, torch.full((3,), 0.6))
-    assert (scaler.get_scale(), scaler.state_dict(), scaler.skipped(optimizer)) == (1.0, {}, False)
+    assert (scaler.get_scale(), scaler.state_dict(), window.turn(optimizer).skipped) == (1.0, {}, None)
