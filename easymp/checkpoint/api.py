@@ -227,7 +227,7 @@ class Checkpoints:
         return self._saves
 
     def _settle_saves(self) -> None:
-        if self._saves is not None:
+        if self._saves is not None and self._saves.thread is not None:
             self._saves.wait()
 
     def _check_settled(self) -> None:

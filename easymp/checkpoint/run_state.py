@@ -242,7 +242,7 @@ class RunState:
         def load() -> None:
             run = self._run
             for optimizer, skipped in zip(run.prepared.optimizers, saved.get("state/steps", {}).get("skipped", ())):
-                optimizer.step_was_skipped = skipped
+                optimizer.turn.skipped = torch.tensor(float(skipped))
             if "state/run" in saved:
                 run.project.iteration = saved["state/run"]["iteration"]
                 _log_differences(saved["state/run"], live["state/run"], run.world.rank)

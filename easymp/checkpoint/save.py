@@ -334,7 +334,7 @@ class Saves:
     _plan: SavePlan = SavePlan()
     _planned: tuple[Sequence[LocalChunk], Mapping[str, str]] | None = None  # this rank's chunks and aliases
     _host_copy: HostCopy = field(default_factory=HostCopy)
-    _thread: threading.Thread | None = None
+    thread: threading.Thread | None = None  # of an asynchronous save that nothing has waited for
     _error: CheckpointError | None = None
 
     def save(
@@ -361,8 +361,8 @@ class Saves:
         run_on_all(self.world, save.copy_to_host, NOT_BEGUN)
         # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each
         # file).
-        self._thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
+        self.thread.start()
 
     def _collect(self, items: Sequence[Saveable]) -> Snapshot:
         """Collect the state of `items` on all ranks. Make a new plan unless every rank has the same tensors again."""
@@ -397,10 +397,10 @@ class Saves:
 
     def wait(self) -> None:
         """Wait until an asynchronous save is committed; raises its error."""
-        if self._thread is None:
+        if self.thread is None:
             return
-        self._thread.join()
-        self._thread, error, self._error = None, self._error, None
+        self.thread.join()
+        self.thread, error, self._error = None, self._error, None
         if error is not None:
             raise error
 
@@ -474,18 +474,19 @@ class Save:
         storage, checksums = self.target.storage, dict[str, list[int]]()
         extra_size = sum(file.size for file in self.extra.files.values())
         expect(self.tick, sum(file.size for file in self.own_files) + extra_size)
+        tick = self._count if self.meeting.size > 1 else self.tick
         for file in self.own_files:
             name = f"{folder}/{file.name}"
             content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
             try:
-                checksums[file.name] = [file.size, *storage.put(name, content, file.size, self._count)]
+                checksums[file.name] = [file.size, *storage.put(name, content, file.size, tick)]
             except FileNotFoundError as error:
                 if self.meeting.rank == 0:
                     raise
                 fault = "cannot be made: the folder, which rank 0 made, is not visible here"
                 raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
         if self.extra.files:
-            for name, record in copy_files(self.extra.files, storage, folder, self._count).items():
+            for name, record in copy_files(self.extra.files, storage, folder, tick).items():
                 checksums[name] = [record.size, *record.checksums]
         states = self.snapshot.states if self.meeting.rank else {}
         return checksums, {name: state for name, state in states.items() if digests.get(name) != _digest(state)}

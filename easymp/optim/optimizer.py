@@ -333,10 +333,6 @@ class PreparedOptimizer(WrappingOptimizer):
         skipped = self.turn.skipped
         return skipped is not None and bool(skipped.item())
 
-    @step_was_skipped.setter
-    def step_was_skipped(self, skipped: bool) -> None:
-        self.turn.skipped = torch.tensor(float(skipped))
-
     @property
     def has_masters(self) -> bool:
         return self._masters is not None

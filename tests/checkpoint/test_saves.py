@@ -105,7 +105,7 @@ def test_trouble_in_the_background_comes_back_once(tmp_path, call):
     saves = Saves(world())
     with refusing("create", "model"):
         saves.save(target(tmp_path, 1), [Rows(0, 1, 1)], asynchronous=True)
-        saves._thread.join()
+        saves.thread.join()
     if call == "none":  # a run that fails ends by its own error
         try:
             raise ZeroDivisionError
