@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, suppress
 from itertools import chain, count, islice, starmap
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from . import torch_files
 from .buffers import as_bytes, on_host
 from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, split_into_shards, unpack
 from .folders import join, open_parent, open_storage, source_file
-from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, canonical
+from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, Box, LocalChunks, canonical, local_chunks
 from .progress import Progress, Tick, expect, ignore
 from .ranks import Meeting, error_text, run_on_all
 from .storage import Bytes, LocalStorage, read_small
@@ -194,20 +195,57 @@ def gather(
             thrown into the generator is the reason that the others raise.
     """
     specs = specs_of(tensors, dtype)
-    gathered = run_on_all(world, lambda: (specs, {name: _is_dtensor(t) for name, t in tensors.items() if _is_held(t)}))
-    if mismatched := [rank for rank, (rank_specs, _) in enumerate(gathered) if rank_specs != gathered[0][0]]:
+    tensors = {name: _summed(tensor) for name, tensor in tensors.items()}
+    shards: dict[str, LocalChunks] = {}  # that this rank sends to `target`
+
+    def describe() -> tuple[int, dict[str, bool], dict[str, list[Box]]]:
+        """A checksum of `specs`; the tensors on this rank, and whether each is a DTensor; the boxes of `shards`."""
+        is_dtensor = {name: _is_dtensor(tensor) for name, tensor in tensors.items() if _is_held(tensor)}
+        dtensors = [name for name in is_dtensor if is_dtensor[name] and target is not None]
+        for name, chunks in zip(dtensors, local_chunks(tensors[name] for name in dtensors)):
+            if chunks and _is_first_replica(tensors[name]):
+                shards[name] = chunks
+        return crc32(repr(specs).encode()), is_dtensor, {n: [box for box, _ in chunks] for n, chunks in shards.items()}
+
+    checksums, held, boxes = zip(*run_on_all(world, describe))
+    if mismatched := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
         raise CheckpointError(f"rank {mismatched[0]} has other tensors than rank 0: all ranks pass one model")
-    holders = {name: [rank for rank, (_, held_names) in enumerate(gathered) if name in held_names] for name in tensors}
+    holders = {name: [rank for rank, names in enumerate(held) if name in names] for name in tensors}
     if missing := [name for name, ranks in holders.items() if not ranks]:
         raise CheckpointError(f"{missing[0]}: the ranks do not have the whole of it: it is on the meta device")
+    place = device or world.device
+
+    def join_shards(names: list[str], target: int) -> dict[str, Tensor]:
+        """Whole DTensors on the rank `target`, to which each rank sends its shards as one message."""
+        is_target = world.rank == target
+        whole = {n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device=place) for n in names if is_target}
+        for rank, boxes_of_rank in enumerate(boxes):
+            contents = [(name, box) for name in names for box in boxes_of_rank.get(name, ())]
+            sizes = [box.numel * specs[name].dtype.itemsize for name, box in contents]
+            if not sum(sizes) or world.rank not in (rank, target):
+                continue
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
+            if world.rank == rank:
+                views = [view.to(specs[name].dtype) for name in dict(contents) for _, view in shards[name]]
+                flat = torch.cat([view.resolve_conj().resolve_neg().flatten().view(torch.uint8) for view in views])
+            flat = world.transfer(flat.to(world.device), rank, target)
+            for (name, box), chunk in zip(contents, flat.split(sizes)) if is_target else ():
+                region = whole[name]
+                for d, (first, length) in enumerate(zip(*box)):
+                    region = region.narrow(d, first, length)
+                region.copy_(chunk.clone().view(region.dtype).view(region.shape))  # a copy is aligned for its dtype
+        return whole
 
     def bucket_of(names: list[str]) -> Bucket:
-        bucket = Bucket()
+        bucket, dtensors = Bucket(), [name for name in names if held[holders[name][0]][name]]
+        joined = {} if target is None else join_shards(dtensors, target)
         for name in names:
-            is_dtensor = gathered[holders[name][0]][1][name]
-            tensor = _gather_tensor(world, tensors[name], specs[name], holders[name], is_dtensor, target)
-            if target in (None, world.rank):
-                bucket.append((name, tensor.to(device or world.device)))
+            if name in joined:
+                bucket.append((name, joined[name]))
+            elif target is None or name not in dtensors:
+                tensor = _gather_tensor(world, tensors[name], specs[name], holders[name], name in dtensors, target)
+                if target in (None, world.rank):
+                    bucket.append((name, tensor.to(place)))
         return bucket
 
     yield from in_lockstep(world, group_names(specs.values(), size), bucket_of)
@@ -219,6 +257,18 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 def _is_held(tensor: Any) -> bool:
     return not tensor.is_meta and (not _is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is not None)
+
+
+def _summed(tensor: Any) -> Tensor:
+    """`tensor`, whole where it is a DTensor of which ranks hold summands."""
+    is_partial = any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
+    return tensor.full_tensor() if is_partial and _is_held(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def _is_first_replica(tensor: Any) -> bool:
+    """Whether this rank is the first of those that hold the same part of a DTensor."""
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
+    return not any(i for i, placement in places if placement.is_replicate())
 
 
 def _gather_tensor(

@@ -375,6 +375,16 @@ class World:
             dist.broadcast(copied if copied.dtype in MOVABLE else copied.reshape(-1).view(torch.uint8), source)
         return copied
 
+    def transfer(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """Copy a contiguous tensor of rank `source` into that of rank `target`. Other ranks do nothing."""
+        if source != target:
+            with self.explained("transfer"):
+                if self.rank == source:
+                    dist.send(tensor, target)
+                elif self.rank == target:
+                    dist.recv(tensor, source)
+        return tensor
+
     def gather_objects(self, item: Any) -> list[Any]:
         """One Python object a rank, in rank order, on every rank."""
         if self.size == 1:

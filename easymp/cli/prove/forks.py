@@ -27,9 +27,12 @@ AT_FIRST_USE = (
     "torch.distributed.tensor",
     "torch.nn.parallel.distributed",
     "easymp.accelerator",
+    "easymp.checkpoint.accelerate",
     "easymp.checkpoint.api",
     "easymp.checkpoint.export",
-    "easymp.checkpoint.save",
+    "easymp.checkpoint.run_state",
+    "easymp.trackers.logbook",
+    "easymp.training.prepare",
 )
 
 

@@ -116,11 +116,13 @@ class Writer(SingleRunner):
         `self.stepped_tensors` gets the tensors.
         """
         stepped = {id(parameter): tensor for tensor, parameter in optimizer.parameters()}
-        parameters, gather = dict(self.root.named_parameters()), self.run.world.gather_objects
-        names = gather([name for name, p in parameters.items() if id(p) in stepped])[0]
-        self.stepped_tensors = {name: stepped.get(id(parameters[name]), parameters[name]) for name in names}
-        names_here = [name for name, tensor in self.stepped_tensors.items() if tensor.grad is not None]
-        with_gradient = set().union(*gather(names_here))
+        parameters = dict(self.root.named_parameters())
+        tensors = {name: stepped.get(id(parameter), parameter) for name, parameter in parameters.items()}
+        names = [name for name, parameter in parameters.items() if id(parameter) in stepped]
+        names_with_gradient = [name for name, tensor in tensors.items() if tensor.grad is not None]
+        by_rank = self.run.world.gather_objects((names, names_with_gradient))
+        self.stepped_tensors = {name: tensors[name] for name in by_rank[0][0]}
+        with_gradient = {name for rank in by_rank for name in rank[1]}
         grads = {}
         for name, tensor in self.stepped_tensors.items():
             if name in with_gradient:
@@ -194,12 +196,14 @@ class Writer(SingleRunner):
     def _rank_difference(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """The first tensor that differs on a rank from rank 0's, although all hold it whole."""
         world, differences = self.run.world, []
-        for i, (name, tensor) in enumerate(tensors.items() if self.run.prepared.strategy.replicated else ()):
-            if world.size > 1 and not hasattr(tensor, "to_local"):
-                difference = compare(name, tensor, world.broadcast(tensor))
-                if difference["error"] > FP32 * difference["scale"]:  # tensor_parallel computes some on each rank
-                    differences.append((i, {**difference, "kind": kind, "rank": world.rank}))
-        pairs = [pair for pairs in world.gather_objects(differences[:1]) for pair in pairs]
+        if world.size == 1 or not self.run.prepared.strategy.replicated:
+            return None
+        whole = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
+        for i, (name, tensor) in enumerate(whole.items()):
+            difference = compare(name, tensor, world.broadcast(tensor))
+            if difference["error"] > FP32 * difference["scale"]:  # tensor_parallel computes some on each rank
+                differences.append((i, {**difference, "kind": kind, "rank": world.rank}))
+        pairs = [pair for pairs in world.gather_objects(differences[:1]) for pair in pairs] if whole else []
         return min(pairs, key=lambda pair: pair[0], default=(0, None))[1]
 
 
