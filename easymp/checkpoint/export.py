@@ -195,16 +195,14 @@ def gather(
             thrown into the generator is the reason that the others raise.
     """
     specs = specs_of(tensors, dtype)
-    tensors = {name: _summed(tensor) for name, tensor in tensors.items()}
     shards: dict[str, LocalChunks] = {}  # that this rank sends to `target`
 
     def describe() -> tuple[int, dict[str, bool], dict[str, list[Box]]]:
         """A checksum of `specs`; the tensors on this rank, and whether each is a DTensor; the boxes of `shards`."""
         is_dtensor = {name: _is_dtensor(tensor) for name, tensor in tensors.items() if _is_held(tensor)}
-        dtensors = [name for name in is_dtensor if is_dtensor[name] and target is not None]
-        for name, chunks in zip(dtensors, local_chunks(tensors[name] for name in dtensors)):
-            if chunks and _is_first_replica(tensors[name]):
-                shards[name] = chunks
+        names = [name for name in is_dtensor if is_dtensor[name] and target is not None and _sends(tensors[name])]
+        for name, chunks in zip(names, local_chunks(tensors[name] for name in names)):
+            shards[name] = chunks or ()
         return crc32(repr(specs).encode()), is_dtensor, {n: [box for box, _ in chunks] for n, chunks in shards.items()}
 
     checksums, held, boxes = zip(*run_on_all(world, describe))
@@ -237,15 +235,15 @@ def gather(
         return whole
 
     def bucket_of(names: list[str]) -> Bucket:
-        bucket, dtensors = Bucket(), [name for name in names if held[holders[name][0]][name]]
-        joined = {} if target is None else join_shards(dtensors, target)
+        bucket, sent = Bucket(), [name for name in names if any(name in boxes_of_rank for boxes_of_rank in boxes)]
+        joined = {} if target is None else join_shards(sent, target)
         for name in names:
-            if name in joined:
-                bucket.append((name, joined[name]))
-            elif target is None or name not in dtensors:
-                tensor = _gather_tensor(world, tensors[name], specs[name], holders[name], name in dtensors, target)
-                if target in (None, world.rank):
-                    bucket.append((name, tensor.to(place)))
+            if name not in sent:
+                is_dtensor = held[holders[name][0]][name]
+                tensor = _gather_tensor(world, tensors[name], specs[name], holders[name], is_dtensor, target)
+                joined[name] = tensor.to(place) if target in (None, world.rank) else tensor
+            if target in (None, world.rank):
+                bucket.append((name, joined.pop(name)))
         return bucket
 
     yield from in_lockstep(world, group_names(specs.values(), size), bucket_of)
@@ -259,16 +257,10 @@ def _is_held(tensor: Any) -> bool:
     return not tensor.is_meta and (not _is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is not None)
 
 
-def _summed(tensor: Any) -> Tensor:
-    """`tensor`, whole where it is a DTensor of which ranks hold summands."""
-    is_partial = any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
-    return tensor.full_tensor() if is_partial and _is_held(tensor) else tensor  # type: ignore[no-any-return]
-
-
-def _is_first_replica(tensor: Any) -> bool:
-    """Whether this rank is the first of those that hold the same part of a DTensor."""
+def _sends(tensor: Any) -> bool:
+    """Whether this rank sends its shard: no rank before it has the same one, and none has summands of it."""
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
-    return not any(i for i, placement in places if placement.is_replicate())
+    return not any(placement.is_partial() or (i and placement.is_replicate()) for i, placement in places)
 
 
 def _gather_tensor(
