@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
@@ -368,11 +369,11 @@ class Parts:
             return call
 
         @wraps(call)
-        def call_with_note(*args: Any, **kwargs: Any) -> Any:
+        def call_with_note(part: Part, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(*args, **kwargs)
             except Exception as error:
                 error.add_note(f"raised by part {part.name!r} ({type(part).__name__}) in its {event}()")
                 raise
 
-        return call_with_note
+        return MethodType(call_with_note, part)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import easymp
 from easymp import Accelerator, Part, SettingError
+from easymp.base.parts import EVENTS
 from easymp.registry import PARTS
 from easymp.training.state import accelerators
 
@@ -92,6 +93,36 @@ def test_final_gradients_are_those_of_one_process(ranks: Any, strategy: str) -> 
     expected = sums_of_gradients(None)
     for sums in ranks(sums_of_gradients, strategy):
         assert sums == pytest.approx(expected, rel=1e-5)
+
+
+def hearing(event: str) -> Any:
+    def hear(self: Any, *_: Any, **__: Any) -> None:
+        self.heard.add(event)
+
+    return hear
+
+
+def test_a_part_of_the_script_hears_every_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    events = set(EVENTS) - {"state", "verdict"}  # the latter is of a gradient that is not finite
+    part_class = type("Hearing", (Part,), {"name": "hearing", "heard": set(), **{e: hearing(e) for e in events}})
+    part_class.state = lambda self: {"updates": 2}
+    part = part_class()
+    with Accelerator(cpu=True, mixed_precision="no", parts=[part], log_with="jsonl") as acc:
+        model = nn.Linear(4, 2)
+        model, optimizer, batches = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(4, 4), batch_size=2)
+        )
+        acc.resume()
+        for _ in acc.epochs(1):
+            for x in batches:
+                acc.backward(model(x).square().mean())
+                acc.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                acc.log({"loss": 1.0})
+        acc.load_state(acc.save_state())
+    assert part.heard == events
 
 
 class Failing(Part):
