@@ -33,7 +33,7 @@ from . import torch_files
 from .buffers import as_bytes, on_host
 from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, split_into_shards, unpack
 from .folders import join, open_parent, open_storage, source_file
-from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, Box, LocalChunks, canonical, local_chunks
+from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, Box, LocalChunks, canonical, full_box, local_chunks, view_of
 from .progress import Progress, Tick, expect, ignore
 from .ranks import Meeting, error_text, run_on_all
 from .storage import Bytes, LocalStorage, read_small
@@ -227,11 +227,10 @@ def gather(
                 views = [view.to(specs[name].dtype) for name in dict(contents) for _, view in shards[name]]
                 flat = torch.cat([view.resolve_conj().resolve_neg().flatten().view(torch.uint8) for view in views])
             flat = world.transfer(flat.to(world.device), rank, target)
-            for (name, box), chunk in zip(contents, flat.split(sizes)) if is_target else ():
-                region = whole[name]
-                for d, (first, length) in enumerate(zip(*box)):
-                    region = region.narrow(d, first, length)
-                region.copy_(chunk.clone().view(region.dtype).view(region.shape))  # a copy is aligned for its dtype
+            if is_target:
+                for (name, box), chunk in zip(contents, flat.split(sizes)):
+                    region = view_of(whole[name], full_box(specs[name].shape), box)
+                    region.copy_(chunk.clone().view(region.dtype).view(region.shape))  # a copy is aligned for its dtype
         return whole
 
     def bucket_of(names: list[str]) -> Bucket:

@@ -36,6 +36,7 @@ from .manifest import (
     span,
     split_box,
     strides,
+    view_of,
 )
 from .progress import Tick, expect, ignore
 from .ranks import attempt, error_text, join_errors, run_on_all
@@ -371,7 +372,7 @@ def plan_reads(requests: Sequence[ReadRequest]) -> list[FileRead]:
                 runs = ((chunk.begin, target.nbytes),)
                 reads.append(FileRead(chunk.file, chunk.begin, end, runs, target, stored.dtype, None))
             elif common := overlap(chunk.box, box):
-                reads += _reads_of(stored.dtype, chunk, common, _view(target, box, common))
+                reads += _reads_of(stored.dtype, chunk, common, view_of(target, box, common))
     return reads
 
 
@@ -389,15 +390,8 @@ def _reads_of(dtype: torch.dtype, chunk: Chunk, common: Box, target: Tensor) -> 
         if not with_gaps:
             runs = [(chunk.begin + i * size, count * size) for i, count in contiguous_runs(box, chunk.box)]
             staged_shape = box.shape
-        view = _view(target, common, box)
+        view = view_of(target, common, box)
         yield FileRead(chunk.file, begin, end, runs, view, dtype, None if is_direct else staged_shape)
-
-
-def _view(tensor: Tensor, box: Box, part: Box) -> Tensor:
-    """A view of the elements of `part` in a tensor that holds the elements of `box`."""
-    for dim, (base, start, count) in enumerate(zip(box.offset, part.offset, part.shape)):
-        tensor = tensor.narrow(dim, start - base, count)
-    return tensor
 
 
 def read_all(files: Files, reads: Iterable[FileRead], tick: Tick = ignore) -> None:

@@ -363,6 +363,13 @@ def full_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def view_of(tensor: Tensor, box: Box, part: Box) -> Tensor:
+    """A view of the elements of `part` in a tensor that holds the elements of `box`."""
+    for dim, (base, start, count) in enumerate(zip(box.offset, part.offset, part.shape)):
+        tensor = tensor.narrow(dim, start - base, count)
+    return tensor
+
+
 def overlap(a: Box, b: Box) -> Box | None:
     """The common elements of two boxes; None if there are none."""
     offset = tuple(map(max, a.offset, b.offset))
