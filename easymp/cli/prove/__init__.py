@@ -82,6 +82,7 @@ ONE_PROCESS = {
     "activation_offload": "false",
 }
 WAITING = {"timeout": "600", "hang_after": "0"}  # of ranks that wait for a processor
+FEW = 2  # updates of such ranks
 # Causes, and what to do.
 DROPOUT = (
     "--no-dropout sets the rates of dropout layers to 0 in both runs; other modules that draw need a rate of 0 in the "
@@ -109,7 +110,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     script_arguments(parser)
     add = parser.add_argument
     add("--processes", type=_counts, default=[1], metavar="N", help="on this machine (1); with --kill, N,M,… in turn")
-    add("--steps", type=count, default=5, metavar="N", help="updates of each optimizer (%(default)s)")
+    add("--steps", type=count, metavar="N", help=f"updates of each optimizer (5; {FEW} where ranks share a processor)")
     add("--kill", type=count, metavar="N", help="kill the script N times, and show that it goes on as if it was not")
     reference = "compare with the run by another PYTHON, by accelerate or fabric itself, or of a script before its move"
     add("--against", metavar="REFERENCE", help=reference)
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("--processes with several numbers is for --kill: pass one")
     if args.kill and args.against:
         raise SettingError("--kill compares with the script's own uninterrupted run: leave --against out")
+    args.steps = args.steps or (5 if args.processes[0] <= processors() else FEW)
     moved = args.against is not None and not is_interpreter(args.against)
     if args.output:
         check_new(args.output)
