@@ -1,19 +1,20 @@
 """Operations by name: ranks may request them in different orders, and all ranks execute them in one sequence.
 
-Each rank puts its requests into a queue of the store. Rank 0 puts an order into every rank's queue for each operation
-that every rank has requested. A thread of each rank executes the orders by torch.distributed while the program goes on.
-Threads sleep in the store, so there is no polling. Reductions that are ordered together are executed as one.
+Each rank puts its requests into rank 0's queue in the store. Rank 0 puts an order into every rank's queue for each
+operation that every rank has requested. A thread of each rank executes the orders by torch.distributed while the
+program goes on. Threads sleep in the store, so there is no polling. Reductions ordered together are executed as one.
 """
 
 from __future__ import annotations
 
 import json
-import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ class Request(NamedTuple):
     kind: str  # a method of `Collectives`, "join" or "leave"
     ranks: Sequence[int] = ()  # of its process set; empty for all ranks
     shape: Sequence[int] = ()
-    dtype: str = ""
-    device: str = ""  # its type
+    dtype: str = "uint8"
+    device: str = "cpu"  # its type
     op: str = ""  # the name of an `Op`
     root: int = -1  # of a broadcast
     prescale: float = 1.0
@@ -62,6 +63,9 @@ class Request(NamedTuple):
     def key(self) -> tuple[str, tuple[int, ...]]:
         """Name and process set."""
         return self.name, tuple(self.ranks)
+
+
+JOIN = Request("join", "join")
 
 
 class Order(NamedTuple):
@@ -77,37 +81,31 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.joined: list[int] = []  # ranks without more data, in the order of their calls of `join`
         self.departures: dict[int, str] = {}  # rank that shut down → its reason; later requests fail
         self._waiting: dict[Any, dict[int, Request]] = {}
 
-    def add(self, rank: int, requests: Sequence[Request]) -> list[Order]:
-        """Take requests of a rank; returns the operations that every rank has requested now, then departures."""
-        orders, departures = [], []
-        for request in requests:
-            if request.kind == "join":
-                self.joined.append(rank)
-            elif request.kind == "leave":
-                self.departures[rank] = request.name
-                departures.append(Order(request._replace(root=rank)))
-            else:
-                self._waiting.setdefault(request.key, {})[rank] = request
-        for (name, ranks), by_rank in list(self._waiting.items()):
-            joined = [] if ranks else self.joined  # a rank that joined still takes part in its process sets
-            if len(by_rank.keys() | set(joined)) == (len(ranks) or self.size):
-                orders.append(make_order(self._waiting.pop((name, ranks)), joined))
-        if len(self.joined) == self.size:
-            orders.append(Order(Request("join", "join", root=self.joined[-1])))
-            self.joined.clear()
+    def add(self, rank: int, request: Request) -> list[Order]:
+        """Take a request of a rank; returns the operations that every rank has requested now, then a departure."""
+        if request.kind == "leave":
+            self.departures[rank] = request.name
+        else:
+            self._waiting.setdefault(request.key, {})[rank] = request
+        joined = list(self._waiting.get(JOIN.key, ()))  # ranks without more data, in the order of their calls
+        orders = []
+        for key, by_rank in list(self._waiting.items()):
+            # A rank that joined still takes part in its process sets.
+            absent = [] if key[1] or key == JOIN.key else [rank for rank in joined if rank not in by_rank]
+            if len(by_rank) + len(absent) == (len(key[1]) or self.size):
+                order = Order(JOIN._replace(root=joined[-1])) if key == JOIN.key else make_order(by_rank, absent)
+                orders.append(order)
+                del self._waiting[key]
         if self.departures:  # every waiting operation fails
             reason = "; ".join(f"rank {rank} has left ({reason})" for rank, reason in self.departures.items())
             reason += ". A rank that only runs out of data calls hvd.join() first"
             waiting = [next(iter(by_rank.values())) for by_rank in self._waiting.values()]
-            waiting += [Request("join", "join")] if self.joined else []
             orders += [Order(request, error=f"{request.name}: {reason}") for request in waiting]
             self._waiting.clear()
-            self.joined.clear()
-        return orders + departures
+        return [*orders, Order(request._replace(root=rank))] if request.kind == "leave" else orders
 
 
 def make_order(requests_by_rank: Mapping[int, Request], joined: Sequence[int] = ()) -> Order:
@@ -123,28 +121,23 @@ def make_order(requests_by_rank: Mapping[int, Request], joined: Sequence[int] = 
         error = "a scalar has no dimension 0: pass tensor[None]"
     elif different is not None:
         error = f"the ranks' calls differ in {different}: {odd_one_out(facts[different], ranks=ranks)}"
-    elif joined and kind not in ("allreduce", "barrier"):
+    elif joined and kind != "allreduce":
         error = f"{kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
     rows = [request.shape[:1] if kind == "allgather" else request.splits for request in requests]
     return Order(request, rows, error and f"{request.name}: {error}")
 
 
-def fusion_batches(orders: Sequence[Order]) -> Iterator[list[Order]]:
-    """`orders` in their sequence, in batches; neighbouring reductions of one kind are together, up to 64 MiB."""
-    batch: list[Order] = []
-    batch_kind, batch_bytes = None, 0
-    for order in orders:
+def fused(orders: Sequence[Order]) -> list[list[Order]]:
+    """`orders` in their sequence, in batches; neighbouring reductions of one kind are together, about 64 MiB."""
+
+    def kind(order: Order) -> Request:
         request = order.request
         fuses = request.kind == "allreduce" and request.op != "Adasum" and not order.error
-        kind = request._replace(name="", shape=()) if fuses else request
-        size = getattr(torch, request.dtype or "uint8").itemsize * torch.Size(request.shape).numel()
-        if batch and (kind != batch_kind or batch_bytes + size > FUSION_BYTES):
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(order)
-        batch_kind, batch_bytes = kind, batch_bytes + size
-    if batch:
-        yield batch
+        return request._replace(name="", shape=()) if fuses else request
+
+    sizes = (getattr(torch, o.request.dtype).itemsize * torch.Size(o.request.shape).numel() for o in orders)
+    numbered = [(kind(order), end // FUSION_BYTES, order) for order, end in zip(orders, accumulate(sizes))]
+    return [[order for *_, order in batch] for _, batch in groupby(numbered, key=lambda item: item[:2])]
 
 
 # -- their execution
@@ -157,8 +150,8 @@ class Collectives:
         self.group, self._size = group, len(ranks)
         self._rank = list(ranks).index(rank)
 
-    def execute(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Results of a batch of `fusion_batches`, which share no memory with `tensors`; those of several are views."""
+    def execute(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Results of a batch of `fused`, which share no memory with `tensors`; those of several are views."""
         if len(tensors) == 1:
             return [getattr(self, orders[0].request.kind)(orders[0], tensors[0])]
         flat = self.allreduce(orders[0], torch.cat([tensor.reshape(-1) for tensor in tensors]), copy=False)
@@ -180,9 +173,6 @@ class Collectives:
     def reducescatter(self, order: Order, tensor: Tensor) -> Tensor:
         # Earlier ranks get one row more, where the size does not divide.
         return self.allreduce(order, tensor).tensor_split(self._size)[self._rank].clone()
-
-    def barrier(self, order: Order, tensor: Tensor) -> None:
-        self._all_gather(tensor)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         if self.group is None:
@@ -253,13 +243,10 @@ class Pending:
     """An operation between its request and its end."""
 
     request: Request
-    tensor: Tensor | None = None  # the input; None for a barrier and a join
+    tensor: Tensor | None = None  # the input; None for a join
     target: Tensor | None = None  # of an operation in place
-    finish: Callable[[Any, Order], Any] | None = None  # makes the caller's result of the output and the order
     input_event: Any = None  # on a GPU: recorded once the input is computed
-    ended: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    error: str = ""
+    result: Future[tuple[Any, Order]] = field(default_factory=Future)  # the output, None of a join
 
 
 class Engine:
@@ -270,22 +257,19 @@ class Engine:
         self._pending: dict[Any, Pending] = {}
         self._lock = threading.Lock()
         self._failure = ""  # of all later operations
-        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._table = Table(world.size)
         self._collectives: dict[tuple[int, ...], Collectives] = {}
         self.open(())
-        self._threads: dict[str, threading.Thread] = {}
-        loops = {"requests": self._send_requests, "orders": self._execute_orders, "table": self._write_orders}
+        self._threads: list[threading.Thread] = []
         if world.size == 1:
             return
         number = world.store().add(f"horovod/{world.rank}", 1)
-        for name, loop in loops.items():
-            if name == "table" and world.rank:
-                continue
-            store = dist.PrefixStore(f"horovod/{number}", world.store())  # the thread's own connection
+        self._store, *stores = (dist.PrefixStore(f"horovod/{number}", world.store()) for _ in range(3))
+        loops = {"orders": self._execute_orders} | ({} if world.rank else {"table": self._write_orders})
+        for (name, loop), store in zip(loops.items(), stores):
             store.set_timeout(FOREVER)
             thread = threading.Thread(target=self._run, args=(loop, store), name=f"easymp-horovod-{name}", daemon=True)
-            self._threads[name] = thread
+            self._threads.append(thread)
             thread.start()
 
     def open(self, ranks: Sequence[int]) -> None:
@@ -308,25 +292,27 @@ class Engine:
             if request.key in self._pending:
                 raise ValueError(f"{request.name!r} is in flight: synchronize it before one of this name")
             self._pending[request.key] = pending
-        if self._threads:
-            self._requests.put(request)
-        else:
-            self._execute(self._table.add(0, [request]))
+        self._request(request)
 
-    def wait(self, pending: Pending) -> Any:
-        """The result, once all ranks have requested the operation."""
+    def _request(self, request: Request) -> None:
+        if self._threads:
+            self._run(self._store.queue_push, "requests", json.dumps([self._world.rank, request]))
+        else:
+            self._execute(self._table.add(0, request))
+
+    def wait(self, pending: Pending) -> tuple[Any, Order]:
+        """The output, and the order that all ranks executed once they had requested the operation."""
         request = pending.request
         limit = None if request.kind == "join" else self._world.timeout  # a join waits for the other ranks' data to end
-        if not pending.ended.wait(limit):
+        try:
+            output, order = pending.result.result(limit)
+        except TimeoutError:
             reason = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
-            raise HorovodInternalError(f"{request.name}: {reason}\n{self._report()}")
-        if pending.error:
-            raise HorovodInternalError(pending.error)
-        for tensor in pending.result if isinstance(pending.result, tuple) else (pending.result,):
-            if isinstance(tensor, Tensor) and tensor.is_cuda:
-                # The engine's stream, which owns the memory, must not use it again before this stream has read it.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return pending.result
+            raise HorovodInternalError(f"{request.name}: {reason}\n{self._report()}") from None
+        if output is not None and output.is_cuda:
+            # The engine's stream, which owns the memory, must not use it again before this stream has read it.
+            output.record_stream(torch.cuda.current_stream(output.device))
+        return output, order
 
     def _report(self) -> str:
         return self._world.watch.report() if self._world.watch is not None else ""
@@ -335,34 +321,27 @@ class Engine:
         """Tell the other ranks why this one leaves, and end the threads; rank 0 waits `patience` seconds for theirs."""
         if not self._threads:
             return
-        self._requests.put(Request(reason, "leave"))
-        for name, thread in self._threads.items():
-            thread.join(patience if name == "table" else 5.0)
+        self._request(Request(reason, "leave"))
+        for thread, limit in zip(self._threads, (5.0, patience)):
+            thread.join(limit)
         self._fail_all(f"this rank has left: {reason}")
 
     # -- on the engine's threads
 
-    def _run(self, loop: Callable[[dist.Store], None], store: dist.Store) -> None:
+    def _run(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function that talks to the other ranks. An error in it is that of every operation."""
         try:
-            loop(store)
+            function(*args)
         except Exception as error:
             self._fail_all(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-    def _send_requests(self, store: dist.Store) -> None:
-        """Put requests into rank 0's queue, all together that have come meanwhile."""
-        kind = ""
-        while kind != "leave":
-            requests = [self._requests.get()]
-            while not self._requests.empty():
-                requests.append(self._requests.get())
-            kind = requests[-1].kind
-            store.queue_push("requests", json.dumps([self._world.rank, requests]))
 
     def _write_orders(self, store: dist.Store) -> None:
         """On rank 0: read the requests as they come, and put orders into the queues of all ranks."""
         while len(self._table.departures) < self._world.size:
-            rank, requests = json.loads(store.queue_pop("requests"))
-            orders = self._table.add(rank, [Request(*fields) for fields in requests])
+            orders: list[Order] = []
+            for _ in range(max(1, store.queue_len("requests"))):
+                rank, fields = json.loads(store.queue_pop("requests"))
+                orders += self._table.add(rank, Request(*fields))
             for receiver in range(self._world.size if orders else 0):
                 store.queue_push(f"orders/{receiver}", json.dumps(orders))
 
@@ -380,31 +359,29 @@ class Engine:
                 departed = [order.request.root for order in orders if order.request.kind == "leave"]
 
     def _execute(self, orders: list[Order]) -> None:
-        for batch in fusion_batches([o for o in orders if tuple(o.request.ranks) in self._collectives]):
+        for batch in fused([order for order in orders if tuple(order.request.ranks) in self._collectives]):
             pendings = [self._pending.get(order.request.key) for order in batch]
-            outputs: list[Tensor | None] = [None] * len(batch)
+            outputs: Sequence[Any] = [None] * len(batch)
             if not batch[0].error and batch[0].request.kind != "join":
                 outputs = self._execute_batch(batch, pendings)
             for order, pending, output in zip(batch, pendings, outputs):
                 if pending is None:
                     continue
-                pending.error, pending.result = order.error, output
-                if pending.finish is not None and not order.error:
-                    pending.result = pending.finish(output, order)
                 with self._lock:
                     del self._pending[order.request.key]
-                pending.ended.set()
+                if order.error:
+                    pending.result.set_exception(HorovodInternalError(order.error))
+                else:
+                    pending.result.set_result((output, order))
 
     @torch.no_grad()
-    def _execute_batch(self, batch: list[Order], pendings: list[Pending | None]) -> list[Tensor | None]:
+    def _execute_batch(self, batch: list[Order], pendings: list[Pending | None]) -> list[Tensor]:
         """Results, computed: the program's stream need not wait for this one."""
-        world_device, device_type = self._world.device, batch[0].request.device
-        device = world_device if device_type in ("", world_device.type) else torch.device(device_type)
-        tensors = [  # zeros for a barrier, and on a rank that joined
-            torch.zeros(
-                tuple(order.request.shape), dtype=getattr(torch, order.request.dtype or "float32"), device=device
-            )
-            if pending is None or pending.tensor is None
+        device_type = batch[0].request.device
+        device = self._world.device if device_type == self._world.device.type else torch.device(device_type)
+        tensors = [
+            torch.zeros(tuple(order.request.shape), dtype=getattr(torch, order.request.dtype), device=device)
+            if pending is None or pending.tensor is None  # on a rank that joined
             else pending.tensor
             for order, pending in zip(batch, pendings)
         ]
@@ -412,14 +389,12 @@ class Engine:
         for event in events:
             event.wait()
         outputs = list(self._collectives[tuple(batch[0].request.ranks)].execute(batch, tensors))
-        for i, (pending, output) in enumerate(zip(pendings, outputs)):
-            if pending is None or output is None:
-                continue
-            if pending.target is not None:
+        for i, pending in enumerate(pendings):
+            if pending is not None and pending.target is not None:
+                pending.target.detach().copy_(outputs[i])
                 outputs[i] = pending.target
-                pending.target.detach().copy_(output)
             elif len(batch) > 1:  # a small result must not hold the memory of all
-                outputs[i] = output.clone()
+                outputs[i] = outputs[i].clone()
         if events and self._threads:
             torch.cuda.current_stream().synchronize()
         return outputs
@@ -429,7 +404,7 @@ class Engine:
         report = f"\n{self._report()}" if self._pending else ""
         with self._lock:
             self._failure = (self._failure or f"the ranks no longer talk ({reason})") + report
-            for pending in self._pending.values():
-                pending.error = self._failure
-                pending.ended.set()
+            pendings = list(self._pending.values())
             self._pending.clear()
+        for pending in pendings:
+            pending.result.set_exception(HorovodInternalError(self._failure))

@@ -12,12 +12,12 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
 from itertools import count
 from operator import index
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from ...distributed.process_group import odd_one_out
 from ...errors import EasympError, RefusedError
 from ...settings import resolve
 from ..layer import Layer, device_of
-from .engine import Engine, HorovodInternalError, Op, Order, Pending, Request
+from .engine import JOIN, Engine, HorovodInternalError, Op, Order, Pending, Request
 
 __all__ = [
     *"Adasum Average Compression HorovodInternalError Max Min NotInitializedError ProcessSet Product Sum".split(),
@@ -100,7 +100,7 @@ class Run:
     process: int  # id of the process that called `init`; a forked child has no part in the run
     process_sets: dict[int, ProcessSet]  # by their numbers
     handle_numbers: count[int] = field(default_factory=lambda: count(1))
-    handles: dict[int, tuple[list[Pending], bool]] = field(default_factory=dict)  # operations; whether they are a group
+    handles: dict[int, Operation] = field(default_factory=dict)
     name_counts: Counter[Any] = field(default_factory=Counter)  # operations without a name, by kind and process set
 
     def next_name(self, kind: str, process_set: ProcessSet) -> str:
@@ -108,12 +108,10 @@ class Run:
         self.name_counts[kind, process_set.process_set_id] += 1
         return f"noname.{self.name_counts[kind, process_set.process_set_id]}"
 
-    def submit(self, operations: list[Pending], grouped: bool = False) -> int:
-        """Request operations; returns a handle for all of them."""
-        for pending in operations:
-            self.engine.submit(pending)
+    def keep(self, operation: Operation) -> int:
+        """A handle of an operation that was requested."""
         handle = next(self.handle_numbers)
-        self.handles[handle] = operations, grouped
+        self.handles[handle] = operation
         return handle
 
     def members(self, process_set: ProcessSet) -> tuple[int, ...]:
@@ -250,133 +248,123 @@ class Compression:
     none, fp16 = NoneCompressor, FP16Compressor
 
 
-# -- handles
+# -- operations
+
+
+@dataclass
+class Operation:
+    """A call of an operation on one tensor or several."""
+
+    kind: str
+    name: str | None
+    process_set: ProcessSet
+    fields: Mapping[str, Any]  # of its requests
+    backward: Callable[[list[Tensor], list[Order]], Any]  # from gradients of the results to those of the inputs
+    finish: Callable[[Tensor, Order], Any] = lambda output, order: output  # makes a result
+    grouped: bool = False  # whether it was called with several tensors
+    pendings: list[Pending] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+
+    def submit(self, tensors: list[Tensor], in_place: bool = False) -> None:
+        """Request it for each tensor."""
+        run, kind = running(), self.kind
+        ranks, name = run.members(self.process_set), f"{kind}.{self.name or run.next_name(kind, self.process_set)}"
+        for i, tensor in enumerate(tensors):
+            if tensor.is_sparse or tensor.is_complex():
+                remedy = "view_as_real(tensor)" if tensor.is_complex() else "tensor.to_dense()"
+                raise ValueError(f"{kind}: Tensor type {tensor.type()} is not supported: pass {remedy}")
+            if kind == "reducescatter" and not tensor.ndim:
+                raise ValueError("Reducescatter does not support scalar inputs: pass tensor[None]")
+            member_name = f"{name}_{i + 1}of{len(tensors)}" if len(tensors) > 1 else name
+            dtype, device = str(tensor.dtype).removeprefix("torch."), tensor.device.type
+            request = Request(member_name, kind, ranks, tuple(tensor.shape), dtype, device, **self.fields)
+            self.pendings.append(Pending(request, tensor.detach(), tensor if in_place else None))
+        for pending in self.pendings:
+            run.engine.submit(pending)
+
+    def wait(self) -> list[Tensor]:
+        """The outputs. Afterwards `orders` are those by which they were made."""
+        results = [running().engine.wait(pending) for pending in self.pendings]
+        self.pendings, self.orders = [], [order for _, order in results]  # without the inputs' memory
+        return [output for output, _ in results]
+
+
+class _Flow(torch.autograd.Function):
+    """The outputs of an operation on tensors, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, *tensors: Tensor) -> Any:
+        operation.submit(list(tensors))
+        ctx.operation = operation
+        return tuple(operation.wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *ctx.operation.backward(list(grads), ctx.operation.orders)
 
 
 def synchronize(handle: int) -> Any:
     """Wait for the result of a handle: a tensor, or a tuple of them for a group; None the second time."""
-    run = running()
-    if handle not in run.handles:
+    operation = running().handles.pop(handle, None)
+    if operation is None:
         return None
-    operations, grouped = run.handles.pop(handle)
-    results = tuple(run.engine.wait(pending) for pending in operations)
-    return results if grouped else results[0]
+    results = tuple(map(operation.finish, operation.wait(), operation.orders))
+    return results if operation.grouped else results[0]
 
 
 def poll(handle: int) -> bool:
     """Whether the operation has ended. Raises ValueError for a handle that was synchronized."""
     if handle not in running().handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return all(pending.ended.is_set() for pending in running().handles[handle][0])
+    return all(pending.result.done() for pending in running().handles[handle].pendings)
 
 
-class _InPlace(NamedTuple):
-    """One tensor or several that the results go into."""
-
-    tensors: Any
-
-
-def _tensor_list(inputs: Any) -> list[Tensor]:
-    """One tensor, or several, as a list."""
-    tensors = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor) else [inputs]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{tensor!r} is a {type(tensor).__name__}: pass a tensor, as torch.tensor({tensor!r})")
-    return tensors
-
-
-def _request(
-    kind: str, inputs: Any, name: str | None, process_set: ProcessSet, finish: Any = None, **fields: Any
-) -> int:
-    """Request operations on a tensor, an iterable of them or either as `_InPlace`; returns their handle."""
-    in_place = isinstance(inputs, _InPlace)
-    inputs = inputs.tensors if in_place else inputs
-    run, grouped, tensors = running(), not isinstance(inputs, Tensor), _tensor_list(inputs)
-    ranks, full_name = run.members(process_set), f"{kind}.{name or run.next_name(kind, process_set)}"
-    operations = []
-    for i, tensor in enumerate(tensors):
-        if tensor.is_sparse or tensor.is_complex():
-            remedy = "view_as_real(tensor)" if tensor.is_complex() else "tensor.to_dense()"
-            raise ValueError(f"{kind}: Tensor type {tensor.type()} is not supported: pass {remedy}")
-        if kind == "reducescatter" and not tensor.ndim:
-            raise ValueError("Reducescatter does not support scalar inputs: pass tensor[None]")
-        member_name = f"{full_name}_{i + 1}of{len(tensors)}" if grouped else full_name
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        request = Request(member_name, kind, ranks, tuple(tensor.shape), dtype, tensor.device.type, **fields)
-        operations.append(Pending(request, tensor.detach(), tensor if in_place else None, finish))
-    return run.submit(operations, grouped)
-
-
-# -- operations, in their public forms below
-
-
-class _Operation(NamedTuple):
-    """A call of an operation. Both functions take one tensor or several; `backward` has lists."""
-
-    request: Callable[[Any], int]  # to a handle
-    backward: Callable[[list[Tensor]], Any]  # from the gradients of the results to those of the inputs
-
-
-class _Flow(torch.autograd.Function):
-    """Tensors by `forward`, and their gradients by `backward`; both map a list of tensors to as many."""
-
-    @staticmethod
-    def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> Any:
-        ctx.flow_back = backward
-        return tuple(forward(list(tensors)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *ctx.flow_back(list(grads))
-
-
-def _differentiable(inputs: Any, forward: Any, backward: Any, compression: Any) -> Any:
-    """`forward` of one tensor or several, inside of a compression; `backward` maps the list of their gradients."""
-    single, tensors = isinstance(inputs, Tensor), _tensor_list(inputs)
-    if not tensors:
-        return []
-    compressed, contexts = zip(*map(compression.compress, tensors))
-    forward_list = (lambda tensors: [forward(tensors[0])]) if single else forward
-    results = _Flow.apply(forward_list, backward, *compressed)  # type: ignore[no-untyped-call]  # torch has no types
-    outputs = list(map(compression.decompress, results, contexts))
-    return outputs[0] if single else outputs
-
-
-def _public(operation: Callable[..., _Operation], name: str) -> Callable[..., Any]:
-    """The form of `operation` with this public name, which says what it does.
+def _public(make: Callable[..., Operation], name: str) -> Callable[..., Any]:
+    """The form, with this public name, of the operation that `make` makes.
 
     ``_async`` returns a handle in place of the result, a final ``_`` writes into the tensors themselves, ``grouped_``
     takes several tensors. The others are differentiable, and those of a reduction have the parameter `compression`.
     """
-    grouped, in_place = name.startswith("grouped_"), name.endswith("_")
-    flows = not in_place and not name.endswith("_async")
-    signature = inspect.signature(operation)
+    in_place, flows = name.endswith("_"), not name.endswith(("_", "_async"))
+    signature = inspect.signature(make)
     first, *parameters = signature.parameters.values()
     if flows and "prescale_factor" in signature.parameters:
         place = [parameter.name for parameter in parameters].index("name") + 1
         parameters.insert(place, Parameter("compression", Parameter.POSITIONAL_OR_KEYWORD, default=Compression.none))
-    signature = signature.replace(parameters=[first.replace(name="tensors") if grouped else first, *parameters])
+    first = first.replace(name="tensors") if name.startswith("grouped_") else first
+    signature = signature.replace(parameters=[first, *parameters])
 
     def form(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        compression = bound.arguments.pop("compression", Compression.none)
-        inputs = bound.arguments.pop(next(iter(bound.arguments)))
-        request, backward = operation(inputs, **bound.arguments)
-        if flows:
-            return _differentiable(inputs, lambda tensors: synchronize(request(tensors)), backward, compression)
-        handle = request(_InPlace(inputs) if in_place else inputs)
-        return handle if "_async" in name else synchronize(handle)
+        arguments = signature.bind(*args, **kwargs).arguments
+        compression, inputs = arguments.pop("compression", Compression.none), arguments.pop(first.name)
+        operation = make(inputs, **arguments)
+        operation.grouped = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor)
+        tensors = list(inputs) if operation.grouped else [inputs]
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise ValueError(f"{tensor!r} is a {kind}: pass a tensor, as torch.tensor({tensor!r})")
+        if not flows:
+            operation.submit(tensors, in_place)
+            handle = running().keep(operation)
+            return handle if "_async" in name else synchronize(handle)
+        if not tensors:
+            return []
+        compressed, contexts = zip(*map(compression.compress, tensors))
+        outputs = _Flow.apply(operation, *compressed)  # type: ignore[no-untyped-call]  # torch has no types
+        results = list(map(operation.finish, map(compression.decompress, outputs, contexts), operation.orders))
+        return results if operation.grouped else results[0]
 
     form.__name__ = form.__qualname__ = name
-    form.__doc__ = operation.__doc__
+    form.__doc__ = make.__doc__
     vars(form)["__signature__"] = signature
     return form
 
 
 def _reduction(
-    kind: str, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet
-) -> Callable[[Any], int]:
-    """The request of a reduction, with checked options."""
+    kind: str, name: str | None, process_set: ProcessSet, op: Op, prescale: float, postscale: float, backward: Any
+) -> Operation:
+    """A reduction, with checked options."""
     if op not in tuple(Op) or (kind == "reducescatter" and op not in (Average, Sum)):
         ops = "Average, Sum, Adasum, Min, Max, Product" if kind == "allreduce" else "Average, Sum"
         raise ValueError(f"{kind}: op={op!r} is not one of {ops} of hvd")
@@ -384,69 +372,100 @@ def _reduction(
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     if op == Adasum and size().bit_count() != 1:
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
-    scales = {"prescale": float(prescale), "postscale": float(postscale)}
-    return lambda inputs: _request(kind, inputs, name, process_set, op=Op(op).name, **scales)
+    fields = {"op": Op(op).name, "prescale": float(prescale), "postscale": float(postscale)}
+    return Operation(kind, name, process_set, fields, backward)
 
 
 def _allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> _Operation:  # fmt: skip
+) -> Operation:  # fmt: skip
     """Reduce over the ranks, to the average by default. Gradients are reduced alike."""
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
-    options = Average if op is None else op, prescale_factor, postscale_factor, process_set
-    return _Operation(
-        _reduction("allreduce", name, *options),
-        lambda grads: grouped_allreduce(grads, None, None, Compression.none, *options),
-    )
+    options = Average if op is None else op, prescale_factor, postscale_factor
+
+    def backward(grads: list[Tensor], orders: list[Order]) -> Any:
+        return grouped_allreduce(grads, None, None, Compression.none, *options, process_set)
+
+    return _reduction("allreduce", name, process_set, *options, backward)
 
 
-def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> _Operation:
+def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
     """Join the ranks' tensors along dimension 0, where lengths may differ. A gradient is the mean over the ranks."""
 
-    def backward(grads: list[Tensor]) -> list[Tensor]:
-        lengths = torch.tensor([[len(tensor) for tensor in _tensor_list(tensor)]])
-        rows_by_tensor = allgather(lengths, process_set=process_set).T.tolist()
+    def backward(grads: list[Tensor], orders: list[Order]) -> list[Tensor]:
         means = grouped_allreduce(grads, process_set=process_set)
-        return [mean.split(rows)[process_set.rank()] for mean, rows in zip(means, rows_by_tensor)]
+        rows = [[length for (length,) in order.rows] for order in orders]
+        return [mean.split(lengths)[process_set.rank()] for mean, lengths in zip(means, rows)]
 
-    return _Operation(lambda inputs: _request("allgather", inputs, name, process_set), backward)
+    return Operation("allgather", name, process_set, {}, backward)
 
 
 def _broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> _Operation:
+) -> Operation:
     """Give all ranks the values of `root_rank`, a rank of the world. The mean of their gradients flows to it."""
+
+    def backward(grads: list[Tensor], orders: list[Order]) -> list[Tensor]:
+        return [mean * (rank() == root_rank) for mean in grouped_allreduce(grads, process_set=process_set)]
+
     running().members(process_set)
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast received invalid root rank {root_rank} for {process_set}")
-    return _Operation(
-        lambda inputs: _request("broadcast", inputs, name, process_set, root=int(root_rank)),
-        lambda grads: [grad * (rank() == root_rank) for grad in grouped_allreduce(grads, process_set=process_set)],
-    )
+    return Operation("broadcast", name, process_set, {"root": int(root_rank)}, backward)
 
 
 def _reducescatter(
     tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> _Operation:  # fmt: skip
+) -> Operation:  # fmt: skip
     """This rank's part of a reduction along dimension 0; earlier ranks may have one row more."""
 
-    def backward(grads: list[Tensor]) -> Any:
+    def backward(grads: list[Tensor], orders: list[Order]) -> Any:
         factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
         return grouped_allgather([grad * factor for grad in grads], None, process_set)
 
-    return _Operation(_reduction("reducescatter", name, op, prescale_factor, postscale_factor, process_set), backward)
+    return _reduction("reducescatter", name, process_set, op, prescale_factor, postscale_factor, backward)
 
 
-def _forms(operation: Callable[..., _Operation], name: str, in_place: bool = False) -> list[Callable[..., Any]]:
-    """`operation` as `name` and as a handle, ``name_async``; with `in_place` also ``name_`` and ``name_async_``."""
+def _alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:  # fmt: skip
+    """Exchange the parts into which `splits` divides dimension 0, and the numbers of rows that ranks send.
+
+    Each gradient goes back to the row's rank.
+    """
+    running().members(process_set)
+    length, ranks, device = tensor.shape[:1].numel(), len(process_set.ranks), torch.device("cpu")
+    if isinstance(splits, Tensor):
+        device = splits.device
+        if splits.dtype != torch.int32 or splits.ndim != 1:
+            raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
+    rows = [length // ranks] * ranks if splits is None else [index(split) for split in splits]
+    if len(rows) != ranks or min(rows) < 0 or sum(rows) > length or (splits is None and length % ranks):
+        raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
+
+    def received_rows(order: Order) -> list[int]:
+        return [splits[process_set.rank() or 0] for splits in order.rows]
+
+    def finish(output: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        return output, torch.tensor(received_rows(order), dtype=torch.int32, device=device)
+
+    def backward(grads: list[Tensor], orders: list[Order]) -> Any:
+        return _exchange(grads[0], received_rows(orders[0]), None, process_set)[:1]
+
+    return Operation("alltoall", name, process_set, {"splits": rows}, backward, finish)
+
+
+def _forms(make: Callable[..., Operation], name: str, in_place: bool = False) -> list[Callable[..., Any]]:
+    """An operation as `name` and as a handle, ``name_async``; with `in_place` also ``name_`` and ``name_async_``."""
     endings = ("", "_", "_async", "_async_") if in_place else ("", "_async")
-    return [_public(operation, name + ending) for ending in endings]
+    return [_public(make, name + ending) for ending in endings]
 
 
 allreduce, allreduce_, allreduce_async, allreduce_async_ = _forms(_allreduce, "allreduce", in_place=True)
@@ -458,6 +477,16 @@ allgather, allgather_async = _forms(_allgather, "allgather")
 grouped_allgather, grouped_allgather_async = _forms(_allgather, "grouped_allgather")
 reducescatter, reducescatter_async = _forms(_reducescatter, "reducescatter")
 grouped_reducescatter, grouped_reducescatter_async = _forms(_reducescatter, "grouped_reducescatter")
+_exchange, alltoall_async = _forms(_alltoall, "alltoall")
+
+
+def alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """As `alltoall_async`, waited for; without `splits` the tensor alone. Each gradient goes back to the row's rank."""
+    results = _exchange(tensor, splits, name, process_set)
+    return results[0] if splits is None else results
 
 
 def sparse_allreduce_async(
@@ -474,60 +503,19 @@ def sparse_allreduce_async(
     return handle
 
 
-def alltoall_async(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:  # fmt: skip
-    """Request an exchange of the parts into which `splits` divides dimension 0, and of the rows that ranks send."""
-    running().members(process_set)
-    length, ranks, device = tensor.shape[:1].numel(), len(process_set.ranks), torch.device("cpu")
-    if isinstance(splits, Tensor):
-        device = splits.device
-        if splits.dtype != torch.int32 or splits.ndim != 1:
-            raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
-    rows = [length // ranks] * ranks if splits is None else [index(split) for split in splits]
-    if len(rows) != ranks or min(rows) < 0 or sum(rows) > length or (splits is None and length % ranks):
-        raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
-
-    def finish(output: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        received_rows = [splits[process_set.ranks.index(rank())] for splits in order.rows]
-        return output, torch.tensor(received_rows, dtype=torch.int32, device=device)
-
-    return _request("alltoall", tensor, name, process_set, finish=finish, splits=rows)
-
-
-def alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
-    """As `alltoall_async`, waited for; without `splits` the tensor alone. Each gradient goes back to the row's rank."""
-    received_rows: Any = None
-
-    def forward(inputs: Tensor) -> Tensor:
-        nonlocal received_rows
-        output, received_rows = synchronize(alltoall_async(inputs, splits, name, process_set))
-        return output  # type: ignore[no-any-return]
-
-    def backward(grads: list[Tensor]) -> Any:
-        return alltoall(grads[0], received_rows, None, process_set)[:1]
-
-    output = _differentiable(tensor, forward, backward, Compression.none)
-    return output if splits is None else (output, received_rows)
-
-
 # -- all ranks together
 
 
 def join(device: int = -1) -> int:
     """Say that this rank has no more data: it reduces zeros until all say so. Returns the rank that joined last."""
-    operation = Pending(Request("join", "join"), finish=lambda _, order: order.request.root)
-    last_rank: int = synchronize(running().submit([operation]))
-    running().name_counts.clear()  # the ranks have requested different numbers of operations without a name
-    return last_rank
+    run, pending = running(), Pending(JOIN)
+    run.engine.submit(pending)
+    _, order = run.engine.wait(pending)
+    run.name_counts.clear()  # the ranks have requested different numbers of operations without a name
+    return order.request.root
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank is here."""
-    run = running()
-    name = f"barrier.{run.next_name('barrier', process_set)}"
-    synchronize(run.submit([Pending(Request(name, "barrier", run.members(process_set), (1,)))]))
+    name = running().next_name("barrier", process_set)
+    allreduce(torch.zeros(1), None, f"barrier.{name}", process_set=process_set)
