@@ -108,12 +108,6 @@ class Run:
         self.name_counts[kind, process_set.process_set_id] += 1
         return f"noname.{self.name_counts[kind, process_set.process_set_id]}"
 
-    def keep(self, operation: Operation) -> int:
-        """A handle of an operation that was requested."""
-        handle = next(self.handle_numbers)
-        self.handles[handle] = operation
-        return handle
-
     def members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Ranks of a process set that was added and that this process is part of; ``()`` for all."""
         if not isinstance(process_set, ProcessSet):
@@ -256,28 +250,25 @@ class Operation:
     """A call of an operation on one tensor or several."""
 
     kind: str
-    name: str | None
-    process_set: ProcessSet
+    arguments: Mapping[str, Any]
     fields: Mapping[str, Any]  # of its requests
-    backward: Callable[[list[Tensor], list[Order]], Any]  # from gradients of the results to those of the inputs
-    finish: Callable[[Tensor, Order], Any] = lambda output, order: output  # makes a result
-    grouped: bool = False  # whether it was called with several tensors
+    grouped: bool
     pendings: list[Pending] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
 
     def submit(self, tensors: list[Tensor], in_place: bool = False) -> None:
         """Request it for each tensor."""
-        run, kind = running(), self.kind
-        ranks, name = run.members(self.process_set), f"{kind}.{self.name or run.next_name(kind, self.process_set)}"
+        run, kind, process_set = running(), self.kind, self.arguments["process_set"]
+        ranks, name = run.members(process_set), self.arguments["name"] or run.next_name(kind, process_set)
         for i, tensor in enumerate(tensors):
             if tensor.is_sparse or tensor.is_complex():
                 remedy = "view_as_real(tensor)" if tensor.is_complex() else "tensor.to_dense()"
                 raise ValueError(f"{kind}: Tensor type {tensor.type()} is not supported: pass {remedy}")
             if kind == "reducescatter" and not tensor.ndim:
                 raise ValueError("Reducescatter does not support scalar inputs: pass tensor[None]")
-            member_name = f"{name}_{i + 1}of{len(tensors)}" if len(tensors) > 1 else name
+            full_name = f"{kind}.{name}_{i + 1}of{len(tensors)}" if self.grouped else f"{kind}.{name}"
             dtype, device = str(tensor.dtype).removeprefix("torch."), tensor.device.type
-            request = Request(member_name, kind, ranks, tuple(tensor.shape), dtype, device, **self.fields)
+            request = Request(full_name, kind, ranks, tuple(tensor.shape), dtype, device, **self.fields)
             self.pendings.append(Pending(request, tensor.detach(), tensor if in_place else None))
         for pending in self.pendings:
             run.engine.submit(pending)
@@ -288,28 +279,55 @@ class Operation:
         self.pendings, self.orders = [], [order for _, order in results]  # without the inputs' memory
         return [output for output, _ in results]
 
+    def rows(self, i: int) -> list[int]:
+        """The rows that came from each rank for tensor `i` of an allgather or alltoall."""
+        place = self.arguments["process_set"].ranks.index(rank()) if self.kind == "alltoall" else 0
+        return [rank_rows[place] for rank_rows in self.orders[i].rows]
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """What the call returns."""
+        if self.kind == "alltoall":
+            device = getattr(self.arguments["splits"], "device", "cpu")
+            return outputs[0], torch.tensor(self.rows(0), dtype=torch.int32, device=device)
+        return outputs if self.grouped else outputs[0]
+
+    def backward(self, grads: list[Tensor]) -> list[Tensor]:
+        """Gradients of the inputs, from those of the outputs."""
+        arguments, process_set = self.arguments, self.arguments["process_set"]
+        if self.kind == "alltoall":
+            return list(alltoall(grads[0], self.rows(0), None, process_set)[:1])
+        if self.kind == "reducescatter":
+            factor = arguments["prescale_factor"] * arguments["postscale_factor"]
+            factor *= len(process_set.ranks) if arguments["op"] == Sum else 1
+            return list(grouped_allgather([grad * factor for grad in grads], None, process_set))
+        scales = {name: value for name, value in arguments.items() if name.endswith("scale_factor")}
+        op = Op[self.fields["op"]] if self.kind == "allreduce" else Average
+        reduced: list[Tensor] = grouped_allreduce(grads, op=op, process_set=process_set, **scales)
+        if self.kind == "broadcast":
+            return [mean * (rank() == arguments["root_rank"]) for mean in reduced]
+        if self.kind == "allgather":
+            return [mean.split(self.rows(i))[process_set.rank()] for i, mean in enumerate(reduced)]
+        return reduced
+
 
 class _Flow(torch.autograd.Function):
     """The outputs of an operation on tensors, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, *tensors: Tensor) -> Any:
-        operation.submit(list(tensors))
         ctx.operation = operation
+        operation.submit(list(tensors))
         return tuple(operation.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ctx.operation.backward(list(grads), ctx.operation.orders)
+        return None, *ctx.operation.backward(list(grads))
 
 
 def synchronize(handle: int) -> Any:
     """Wait for the result of a handle: a tensor, or a tuple of them for a group; None the second time."""
     operation = running().handles.pop(handle, None)
-    if operation is None:
-        return None
-    results = tuple(map(operation.finish, operation.wait(), operation.orders))
-    return results if operation.grouped else results[0]
+    return None if operation is None else operation.result(tuple(operation.wait()))
 
 
 def poll(handle: int) -> bool:
@@ -319,52 +337,52 @@ def poll(handle: int) -> bool:
     return all(pending.result.done() for pending in running().handles[handle].pendings)
 
 
-def _public(make: Callable[..., Operation], name: str) -> Callable[..., Any]:
-    """The form, with this public name, of the operation that `make` makes.
+def _form(fields_of: Callable[..., dict[str, Any]], public_name: str) -> Callable[..., Any]:
+    """The form, with this public name, of the operation whose requests have the fields that `fields_of` returns.
 
     ``_async`` returns a handle in place of the result, a final ``_`` writes into the tensors themselves, ``grouped_``
     takes several tensors. The others are differentiable, and those of a reduction have the parameter `compression`.
     """
-    in_place, flows = name.endswith("_"), not name.endswith(("_", "_async"))
-    signature = inspect.signature(make)
+    in_place, flows = public_name.endswith("_"), not public_name.endswith(("_", "_async"))
+    kind, signature = fields_of.__name__.removeprefix("_"), inspect.signature(fields_of)
     first, *parameters = signature.parameters.values()
     if flows and "prescale_factor" in signature.parameters:
         place = [parameter.name for parameter in parameters].index("name") + 1
         parameters.insert(place, Parameter("compression", Parameter.POSITIONAL_OR_KEYWORD, default=Compression.none))
-    first = first.replace(name="tensors") if name.startswith("grouped_") else first
+    first = first.replace(name="tensors") if public_name.startswith("grouped_") else first
     signature = signature.replace(parameters=[first, *parameters])
 
     def form(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        compression, inputs = arguments.pop("compression", Compression.none), arguments.pop(first.name)
-        operation = make(inputs, **arguments)
-        operation.grouped = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor)
-        tensors = list(inputs) if operation.grouped else [inputs]
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        inputs, compression = arguments.pop(first.name), arguments.pop("compression", Compression.none)
+        grouped = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor)
+        tensors = list(inputs) if grouped else [inputs]
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
-                kind = type(tensor).__name__
-                raise ValueError(f"{tensor!r} is a {kind}: pass a tensor, as torch.tensor({tensor!r})")
+                tensor_type = type(tensor).__name__
+                raise ValueError(f"{tensor!r} is a {tensor_type}: pass a tensor, as torch.tensor({tensor!r})")
+        operation = Operation(kind, arguments, fields_of(inputs, **arguments), grouped)
         if not flows:
             operation.submit(tensors, in_place)
-            handle = running().keep(operation)
-            return handle if "_async" in name else synchronize(handle)
+            handle = next(running().handle_numbers)
+            running().handles[handle] = operation
+            return handle if "_async" in public_name else synchronize(handle)
         if not tensors:
             return []
         compressed, contexts = zip(*map(compression.compress, tensors))
         outputs = _Flow.apply(operation, *compressed)  # type: ignore[no-untyped-call]  # torch has no types
-        results = list(map(operation.finish, map(compression.decompress, outputs, contexts), operation.orders))
-        return results if operation.grouped else results[0]
+        result = operation.result(list(map(compression.decompress, outputs, contexts)))
+        return result[0] if kind == "alltoall" and arguments["splits"] is None else result
 
-    form.__name__ = form.__qualname__ = name
-    form.__doc__ = make.__doc__
+    form.__name__ = form.__qualname__ = public_name
+    form.__doc__ = fields_of.__doc__
     vars(form)["__signature__"] = signature
     return form
 
 
-def _reduction(
-    kind: str, name: str | None, process_set: ProcessSet, op: Op, prescale: float, postscale: float, backward: Any
-) -> Operation:
-    """A reduction, with checked options."""
+def _reduction(kind: str, op: Op, prescale: float, postscale: float, process_set: ProcessSet) -> dict[str, Any]:
     if op not in tuple(Op) or (kind == "reducescatter" and op not in (Average, Sum)):
         ops = "Average, Sum, Adasum, Min, Max, Product" if kind == "allreduce" else "Average, Sum"
         raise ValueError(f"{kind}: op={op!r} is not one of {ops} of hvd")
@@ -372,121 +390,78 @@ def _reduction(
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     if op == Adasum and size().bit_count() != 1:
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
-    fields = {"op": Op(op).name, "prescale": float(prescale), "postscale": float(postscale)}
-    return Operation(kind, name, process_set, fields, backward)
+    return {"op": Op(op).name, "prescale": float(prescale), "postscale": float(postscale)}
 
 
 def _allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Operation:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Reduce over the ranks, to the average by default. Gradients are reduced alike."""
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
-    options = Average if op is None else op, prescale_factor, postscale_factor
-
-    def backward(grads: list[Tensor], orders: list[Order]) -> Any:
-        return grouped_allreduce(grads, None, None, Compression.none, *options, process_set)
-
-    return _reduction("allreduce", name, process_set, *options, backward)
+    return _reduction("allreduce", Average if op is None else op, prescale_factor, postscale_factor, process_set)
 
 
-def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Operation:
+def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> dict[str, Any]:
     """Join the ranks' tensors along dimension 0, where lengths may differ. A gradient is the mean over the ranks."""
-
-    def backward(grads: list[Tensor], orders: list[Order]) -> list[Tensor]:
-        means = grouped_allreduce(grads, process_set=process_set)
-        rows = [[length for (length,) in order.rows] for order in orders]
-        return [mean.split(lengths)[process_set.rank()] for mean, lengths in zip(means, rows)]
-
-    return Operation("allgather", name, process_set, {}, backward)
+    return {}
 
 
 def _broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+) -> dict[str, Any]:
     """Give all ranks the values of `root_rank`, a rank of the world. The mean of their gradients flows to it."""
-
-    def backward(grads: list[Tensor], orders: list[Order]) -> list[Tensor]:
-        return [mean * (rank() == root_rank) for mean in grouped_allreduce(grads, process_set=process_set)]
-
     running().members(process_set)
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast received invalid root rank {root_rank} for {process_set}")
-    return Operation("broadcast", name, process_set, {"root": int(root_rank)}, backward)
+    return {"root": int(root_rank)}
 
 
 def _reducescatter(
     tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Operation:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """This rank's part of a reduction along dimension 0; earlier ranks may have one row more."""
-
-    def backward(grads: list[Tensor], orders: list[Order]) -> Any:
-        factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
-        return grouped_allgather([grad * factor for grad in grads], None, process_set)
-
-    return _reduction("reducescatter", name, process_set, op, prescale_factor, postscale_factor, backward)
+    return _reduction("reducescatter", op, prescale_factor, postscale_factor, process_set)
 
 
 def _alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Operation:  # fmt: skip
-    """Exchange the parts into which `splits` divides dimension 0, and the numbers of rows that ranks send.
+) -> dict[str, Any]:  # fmt: skip
+    """Exchange the parts into which `splits` divides dimension 0. Each gradient goes back to the row's rank.
 
-    Each gradient goes back to the row's rank.
+    Returns the rows, and their number by rank; `alltoall` without `splits` the rows alone.
     """
     running().members(process_set)
-    length, ranks, device = tensor.shape[:1].numel(), len(process_set.ranks), torch.device("cpu")
-    if isinstance(splits, Tensor):
-        device = splits.device
-        if splits.dtype != torch.int32 or splits.ndim != 1:
-            raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
+    length, ranks = tensor.shape[:1].numel(), len(process_set.ranks)
+    if isinstance(splits, Tensor) and (splits.dtype != torch.int32 or splits.ndim != 1):
+        raise ValueError(f"alltoall expects 1D splits of int32, got {splits.dtype} {splits.shape}")
     rows = [length // ranks] * ranks if splits is None else [index(split) for split in splits]
     if len(rows) != ranks or min(rows) < 0 or sum(rows) > length or (splits is None and length % ranks):
         raise ValueError(f"alltoall: splits {rows} do not divide {length} rows among {ranks} ranks")
-
-    def received_rows(order: Order) -> list[int]:
-        return [splits[process_set.rank() or 0] for splits in order.rows]
-
-    def finish(output: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        return output, torch.tensor(received_rows(order), dtype=torch.int32, device=device)
-
-    def backward(grads: list[Tensor], orders: list[Order]) -> Any:
-        return _exchange(grads[0], received_rows(orders[0]), None, process_set)[:1]
-
-    return Operation("alltoall", name, process_set, {"splits": rows}, backward, finish)
+    return {"splits": rows}
 
 
-def _forms(make: Callable[..., Operation], name: str, in_place: bool = False) -> list[Callable[..., Any]]:
-    """An operation as `name` and as a handle, ``name_async``; with `in_place` also ``name_`` and ``name_async_``."""
-    endings = ("", "_", "_async", "_async_") if in_place else ("", "_async")
-    return [_public(make, name + ending) for ending in endings]
+def _forms(fields_of: Callable[..., dict[str, Any]], name: str, *endings: str) -> list[Callable[..., Any]]:
+    """An operation as `name` and as a handle, ``name_async``, both also with other `endings`."""
+    return [_form(fields_of, name + form + ending) for form in ("", "_async") for ending in ("", *endings)]
 
 
-allreduce, allreduce_, allreduce_async, allreduce_async_ = _forms(_allreduce, "allreduce", in_place=True)
+allreduce, allreduce_, allreduce_async, allreduce_async_ = _forms(_allreduce, "allreduce", "_")
 grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_ = _forms(
-    _allreduce, "grouped_allreduce", in_place=True
+    _allreduce, "grouped_allreduce", "_"
 )
-broadcast, broadcast_, broadcast_async, broadcast_async_ = _forms(_broadcast, "broadcast", in_place=True)
+broadcast, broadcast_, broadcast_async, broadcast_async_ = _forms(_broadcast, "broadcast", "_")
 allgather, allgather_async = _forms(_allgather, "allgather")
 grouped_allgather, grouped_allgather_async = _forms(_allgather, "grouped_allgather")
 reducescatter, reducescatter_async = _forms(_reducescatter, "reducescatter")
 grouped_reducescatter, grouped_reducescatter_async = _forms(_reducescatter, "grouped_reducescatter")
-_exchange, alltoall_async = _forms(_alltoall, "alltoall")
-
-
-def alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
-    """As `alltoall_async`, waited for; without `splits` the tensor alone. Each gradient goes back to the row's rank."""
-    results = _exchange(tensor, splits, name, process_set)
-    return results[0] if splits is None else results
+alltoall, alltoall_async = _forms(_alltoall, "alltoall")
 
 
 def sparse_allreduce_async(
