@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 import weakref
@@ -25,11 +26,13 @@ from .mpi_ops import (
     allgather,
     allreduce,
     allreduce_async_,
+    broadcast_,
     broadcast_async_,
     global_process_set,
     layer,
     rank,
     running,
+    size,
     sparse_allreduce_async,
     synchronize,
 )
@@ -60,7 +63,8 @@ def DistributedOptimizer(
             raise ValueError("A parameter can only appear once in groups.")
         layer.ignore({"DistributedOptimizer(groups)": "gradients that come together travel together anyway"})
     kind, world_size = type(optimizer), running().world.size
-    bases = (_Adasum if op == Adasum and world_size > 1 else _Distributed, kind)
+    combines_steps = op == Adasum and world_size > 1
+    bases = (_Adasum if combines_steps else _Distributed, kind)
     # Not by its constructor, which may not take the values of `defaults`. Groups and state are the same objects, as
     # schedulers that were made before expect.
     distributed: Any = object.__new__(type(kind.__name__, bases, {"__module__": kind.__module__}))
@@ -70,10 +74,10 @@ def DistributedOptimizer(
     distributed.process_set, distributed.sparse_as_dense = process_set, sparse_as_dense
     distributed.gradient_predivide_factor, distributed._compression = gradient_predivide_factor, compression
     distributed._names = _parameter_names(optimizer, named_parameters)
-    distributed._backward_counts, distributed._reductions, distributed._hooked = Counter(), {}, set()
+    distributed._backward_counts, distributed._reductions = Counter(), {}
     distributed._synchronized = distributed._skips = False
-    distributed._active = world_size > 1 and process_set.included()
-    distributed._register_hooks()
+    distributed._active = world_size > 1 and process_set.included() and not combines_steps
+    distributed._register_hooks(distributed._names)
     return distributed
 
 
@@ -104,14 +108,13 @@ class _Distributed:
     _names: dict[Tensor, str]
     _backward_counts: Counter[Tensor]  # since the last step
     _reductions: dict[Tensor, Callable[[], Tensor]]  # in flight
-    _hooked: set[Tensor]
+    _active: bool  # whether gradients travel
 
-    def _register_hooks(self: Any) -> None:
-        """Register gradient hooks on all parameters. They are removed when the optimizer is garbage."""
+    def _register_hooks(self: Any, parameters: Iterable[Tensor]) -> None:
+        """Register gradient hooks. They are removed when the optimizer is garbage."""
         arrived: Any = weakref.WeakMethod(self._gradient_arrived)
-        for parameter in self._names if self._active else ():
-            if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked.add(parameter)
+        for parameter in parameters if self._active else ():
+            if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(lambda p: arrived()(p))
                 weakref.finalize(self, hook.remove)
 
@@ -212,7 +215,7 @@ class _Distributed:
         """Add a group; its gradients are reduced, too."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._names = _default_names(self) | self._names
-        self._register_hooks()
+        self._register_hooks(self.param_groups[-1]["params"])
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Load the state. Gradients in flight, of a step that was broken off, are dropped."""
@@ -241,13 +244,7 @@ class _Distributed:
 
 
 class _Adasum(_Distributed):
-    """Steps alone, and combines the changes of the ranks' steps."""
-
-    def _register_hooks(self) -> None:
-        """Register none: no gradient travels before the step."""
-
-    def synchronize(self) -> None:
-        """Do nothing: no gradient travels."""
+    """Steps alone, and combines the changes of the ranks' steps; no gradient travels."""
 
     def skip_synchronize(self) -> Any:
         """Raise AssertionError, as Horovod does."""
@@ -299,20 +296,18 @@ def broadcast_object(
 ) -> Any:
     """Root's object, on every rank; the other ranks' objects are ignored."""
     data = _pickled(obj if rank() == root_rank else None)
-    size = torch.tensor([data.numel()])
-    synchronize(broadcast_async_(size, root_rank, name and f"{name}.size", process_set))
+    length = torch.tensor([data.numel()])
+    broadcast_(length, root_rank, name and f"{name}.size", process_set)
     if rank() != root_rank:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    synchronize(broadcast_async_(data, root_rank, name and f"{name}.data", process_set))
+        data = torch.empty(int(length), dtype=torch.uint8)
+    broadcast_(data, root_rank, name and f"{name}.data", process_set)
     return pickle.loads(data.numpy().tobytes())
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The ranks' objects, in rank order, on every rank."""
-    data = _pickled(obj)
-    sizes = allgather(torch.tensor([data.numel()]), name and f"{name}.size").tolist()
-    gathered = allgather(data, name and f"{name}.data").split(sizes)
-    return [pickle.loads(tensor.numpy().tobytes()) for tensor in gathered]
+    stream = io.BytesIO(allgather(_pickled(obj), name).numpy().tobytes())
+    return [pickle.load(stream) for _ in range(size())]
 
 
 def _pickled(obj: Any) -> Tensor:
