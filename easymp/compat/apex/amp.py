@@ -133,7 +133,7 @@ promote_function, register_promote_function = _cast_decorators(Cast.WIDEST, "pro
 # -- levels and scales ------------------------------------------------------------------------------------------------
 
 
-class LossScaler:
+class LossScaler(Scaler):
     """Scale of loss number `index`: "dynamic" moves at the end of each `scale_loss`; a number stays constant."""
 
     def __init__(
@@ -141,35 +141,27 @@ class LossScaler:
         index: int = 0,
     ) -> None:  # fmt: skip
         self.dynamic, self.index = loss_scale == "dynamic", index
-        rule = GradScalerKwargs(init_scale=1.0 if self.dynamic else float(loss_scale), dynamic=False)
         if self.dynamic:
             first = min(2.0**16, max_loss_scale)
             rule = GradScalerKwargs(init_scale=first, min_scale=min_loss_scale or 0.0, max_scale=max_loss_scale)
-        self.scaler = Scaler(rule)
+        else:
+            rule = GradScalerKwargs(init_scale=float(loss_scale), dynamic=False)
+        super().__init__(rule)
         self._blocks = 0  # under a constant scale
 
-    def loss_scale(self) -> float:
-        """The factor of the loss. Waits for the device."""
-        return self.scaler.get_scale()
-
-    _loss_scale = property(loss_scale, lambda self, scale: self.scaler.update(scale))
+    loss_scale = Scaler.get_scale
+    _loss_scale = property(loss_scale, Scaler.update)
 
     @property
     def _unskipped(self) -> int:
         """Good blocks since the scale last moved; of a constant scale, all blocks."""
-        return int(self.scaler.state_dict()["_growth_tracker"]) if self.dynamic else self._blocks
+        return int(self.state_dict()["_growth_tracker"]) if self.dynamic else self._blocks
 
-    def advance(self, found_inf: Tensor) -> bool:
+    def skips(self, found_inf: Tensor) -> bool:
         """Move the scale; whether steps are to be skipped, since `found_inf` is above 0. Waits for the device."""
-        if not self.dynamic:
-            self._blocks += 1
-            return False
-        self.scaler.advance(found_inf)
-        return bool(found_inf.item())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
-        self._blocks = int(state["unskipped"])
+        self._blocks += 1
+        self.advance(found_inf)
+        return self.dynamic and bool(found_inf.item())
 
 
 class Properties(SimpleNamespace):
@@ -196,9 +188,9 @@ MODEL_TYPES = (torch.float32, torch.float16, torch.bfloat16, False)
 def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
     """The properties of `level`, changed by `overrides`."""
     if level not in LEVELS:
+        hint = nearest(level, LEVELS) or "."
         raise ApexError(
-            f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', "
-            "'O3'. Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero"
+            f"Unexpected optimization level {level!r}{hint} In {', '.join(LEVELS)} the prefix O is the letter O"
         )
     values = {**dict(zip(PROPERTIES, LEVELS[level])), **overrides}
     for name, value in overrides.items():
@@ -217,15 +209,12 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
         else:
             values[name] = str(value) == "True"
     if level != "O1" and values["patch_torch_functions"]:
-        raise ApexError(
-            f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
-        )
+        raise ApexError(f"patch_torch_functions=True with {level}: only opt_level='O1' casts around functions")
     if level == "O1" and values["cast_model_type"] in (torch.float32, False):
         values["cast_model_type"] = None  # fp32, the type of the weights
-    refused = next((name for name in O1_REFUSES if level == "O1" and values[name] is not None), None)
-    if refused is not None:
-        reason = f"{O1_REFUSES[refused]}. Leave it out, or use O2 or O3"
-        raise ApexError(f"{refused}={values[refused]!r} with opt_level O1: {reason}")
+    for name, reason in O1_REFUSES.items():
+        if level == "O1" and values[name] is not None:
+            raise ApexError(f"{name}={values[name]!r} with O1: {reason}. Leave it out, or use O2 or O3")
     return Properties(enabled=True, opt_level=level, **values)
 
 
@@ -262,11 +251,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if unknown := [repr(key) for key in state_dict if not str(key).startswith("loss_scaler")]:
         raise ApexError(f"unexpected keys in amp's state_dict: {', '.join(unknown)}: pass amp.state_dict()'s")
     scalers = _amp_state.loss_scalers
-    if len(state_dict) != len(scalers):
-        entries = f"state_dict contains {len(state_dict)} entries"
-        maybe_print(f"Warning: {entries}, while {len(scalers)} loss_scalers are used")
+    if (entries := len(state_dict)) != len(scalers):
+        maybe_print(f"Warning: state_dict contains {entries} entries, while {len(scalers)} loss_scalers are used")
     for scaler, state in zip(scalers, state_dict.values()):
-        scaler.load_state_dict(state)
+        scaler.load_state_dict({"scale": state["loss_scale"], "_growth_tracker": state["unskipped"]})
+        scaler._blocks = int(state["unskipped"])
 
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -296,10 +285,8 @@ class ScaledGradients:
         if self.scaler is scaler:
             return
         if self.scaler is not None:
-            raise ApexError(
-                f"gradients scaled with loss_id={self.scaler.index} are waiting (delay_unscale=True): end them with "
-                f"one that unscales, before loss_id={scaler.index} begins"
-            )
+            waiting = f"gradients scaled with loss_id={self.scaler.index} are waiting (delay_unscale=True)"
+            raise ApexError(f"{waiting}: end them with one that unscales, before loss_id={scaler.index} begins")
         self.refuse_foreign()
         self._stash = self.pairs()
         # Those of the model come from a loss that this optimizer was not given with.
@@ -363,17 +350,16 @@ class AmpOptimizer:
             raise ApexError("Currently, Amp does not support closure use: call the closure before step()")
         if gradients.overflow is not None:
             scaler, gradients.overflow = gradients.overflow, None
-            scale = f"loss scaler {scaler.index} reducing loss scale to {scaler.loss_scale()}"
-            maybe_print(f"Gradient overflow.  Skipping step, {scale}")
+            skipping = f"Skipping step, loss scaler {scaler.index} reducing loss scale to {scaler.loss_scale()}"
+            maybe_print(f"Gradient overflow.  {skipping}")
             gradients.masters.clear()
             return None
         if gradients.scaler is not None:
             raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
         if any(p.grad is not None for p in gradients.masters.parameters):
             raise ApexError(
-                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with "
-                "amp.scale_loss(loss, optimizers) as scaled_loss:` around every backward, with every optimizer whose "
-                "parameters the loss depends on"
+                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put it around "
+                "every backward, with every optimizer whose parameters the loss depends on"
             )
         gradients.refuse_foreign()
         gradients.masters.follow()  # weights that were loaded into the model since
@@ -402,10 +388,8 @@ def _gradients_of(optimizer: Any) -> ScaledGradients:
     wraps = isinstance(optimizer, LARC) and not isinstance(optimizer, AmpOptimizer)
     stepped = optimizer.optim if wraps else optimizer
     if not isinstance(stepped, AmpOptimizer):
-        raise ApexError(
-            f"this {type(stepped).__name__} was not passed to amp.initialize: model, optimizer = amp.initialize(model, "
-            "optimizer, opt_level=…) comes before amp.scale_loss"
-        )
+        name = type(stepped).__name__
+        raise ApexError(f"this {name} was not passed to amp.initialize, which comes before amp.scale_loss")
     return stepped._amp
 
 
@@ -425,10 +409,7 @@ def scale_loss(
     if delay_overflow_check:
         raise RefusedError("delay_overflow_check=True: each overflow is looked for at once; leave it out")
     if _amp_state.opt_properties is None:
-        raise ApexError(
-            "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. model, optimizer = "
-            "amp.initialize(model, optimizer, opt_level=...) must be called before 'with amp.scale_loss'"
-        )
+        raise ApexError("internal Amp state has not been initialized: call amp.initialize before amp.scale_loss")
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
@@ -437,8 +418,8 @@ def scale_loss(
     stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     by_optimizer, scalers = [_gradients_of(optimizer) for optimizer in stepped], _amp_state.loss_scalers
     if not 0 <= loss_id < len(scalers):
-        count = f"there are {len(scalers)} loss scalers"
-        raise ApexError(f"loss_id={loss_id}, and {count}: pass num_losses={loss_id + 1} to amp.initialize")
+        remedy = f"pass num_losses={loss_id + 1} to amp.initialize"
+        raise ApexError(f"loss_id={loss_id}, and there are {len(scalers)} loss scalers: {remedy}")
     scaler = scalers[loss_id]
     has_masters = any(gradients.masters.parameters for gradients in by_optimizer)
     if not (scaler.dynamic or scaler.loss_scale() != 1.0 or has_masters):
@@ -449,7 +430,7 @@ def scale_loss(
     for gradients in by_optimizer:
         gradients.begin(scaler)
     try:
-        yield scaler.scaler.scale(loss.float())
+        yield scaler.scale(loss.float())
     except BaseException:
         for gradients in by_optimizer:
             gradients.abort()
@@ -461,8 +442,7 @@ def scale_loss(
     for gradients in by_optimizer:
         gradients.masters.gather(free=True)
     scaled = [gradient for gradients in by_optimizer for _, gradient in gradients.pairs()]
-    found_inf = scaler.scaler.divide(scaled, loss.device)
-    overflows = scaler.advance(found_inf)
+    overflows = scaler.skips(scaler.divide(scaled, loss.device))
     for gradients in by_optimizer:
         gradients.end()
         gradients.overflow = scaler if overflows else gradients.overflow
@@ -534,21 +514,16 @@ def initialize(
 
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ApexError(
-            f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the "
-            "model(s) AFTER the model(s) have been returned from amp.initialize"
-        )
+        instance = f"Incoming model is an instance of {type(model).__name__}"
+        raise ApexError(f"{instance}. Parallel wrappers should only be applied AFTER amp.initialize")
     if _amp_state.allow_incoming_model_not_fp32:
         return
     half_buffers = [("buffer", name, t) for name, t in model.named_buffers() if t.dtype in LOW]
     parameters = [("param", name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     for kind, name, tensor in [*parameters, *half_buffers]:
         if tensor.dtype != torch.float32:
-            raise ApexError(
-                f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you "
-                "do not need to call .half() on your model before passing it, no matter what optimization level you "
-                "choose"
-            )
+            found = f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32"
+            raise ApexError(f"{found}: leave out .half(); amp.initialize casts, at O2 and O3")
 
 
 # Functions of the module, so that models with these hooks can be pickled.
