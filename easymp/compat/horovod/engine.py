@@ -243,7 +243,7 @@ class Pending:
     """An operation between its request and its end."""
 
     request: Request
-    tensor: Tensor | None = None  # the input; None for a join
+    tensor: Any = None  # the input; None for a join
     target: Tensor | None = None  # of an operation in place
     input_event: Any = None  # on a GPU: recorded once the input is computed
     result: Future[tuple[Any, Order]] = field(default_factory=Future)  # the output, None of a join
@@ -360,37 +360,34 @@ class Engine:
 
     def _execute(self, orders: list[Order]) -> None:
         for batch in fused([order for order in orders if tuple(order.request.ranks) in self._collectives]):
-            pendings = [self._pending.get(order.request.key) for order in batch]
+            pendings = [self._pending.get(order.request.key) or self._of_joined(order.request) for order in batch]
             outputs: Sequence[Any] = [None] * len(batch)
             if not batch[0].error and batch[0].request.kind != "join":
                 outputs = self._execute_batch(batch, pendings)
             for order, pending, output in zip(batch, pendings, outputs):
-                if pending is None:
-                    continue
                 with self._lock:
-                    del self._pending[order.request.key]
+                    self._pending.pop(order.request.key, None)
                 if order.error:
                     pending.result.set_exception(HorovodInternalError(order.error))
                 else:
                     pending.result.set_result((output, order))
 
+    def _of_joined(self, request: Request) -> Pending:
+        """The part of a rank that joined: zeros."""
+        device = self._world.device if request.device == self._world.device.type else torch.device(request.device)
+        dtype = getattr(torch, request.dtype)
+        return Pending(request, torch.zeros(tuple(request.shape), dtype=dtype, device=device))
+
     @torch.no_grad()
-    def _execute_batch(self, batch: list[Order], pendings: list[Pending | None]) -> list[Tensor]:
+    def _execute_batch(self, batch: list[Order], pendings: list[Pending]) -> list[Tensor]:
         """Results, computed: the program's stream need not wait for this one."""
-        device_type = batch[0].request.device
-        device = self._world.device if device_type == self._world.device.type else torch.device(device_type)
-        tensors = [
-            torch.zeros(tuple(order.request.shape), dtype=getattr(torch, order.request.dtype), device=device)
-            if pending is None or pending.tensor is None  # on a rank that joined
-            else pending.tensor
-            for order, pending in zip(batch, pendings)
-        ]
-        events = [pending.input_event for pending in pendings if pending is not None and pending.input_event]
+        events = [pending.input_event for pending in pendings if pending.input_event]
         for event in events:
             event.wait()
+        tensors = [pending.tensor for pending in pendings]
         outputs = list(self._collectives[tuple(batch[0].request.ranks)].execute(batch, tensors))
         for i, pending in enumerate(pendings):
-            if pending is not None and pending.target is not None:
+            if pending.target is not None:
                 pending.target.detach().copy_(outputs[i])
                 outputs[i] = pending.target
             elif len(batch) > 1:  # a small result must not hold the memory of all

@@ -98,7 +98,7 @@ class Run:
     world: World
     engine: Engine
     process: int  # id of the process that called `init`; a forked child has no part in the run
-    process_sets: dict[int, ProcessSet]  # by their numbers
+    process_sets: list[ProcessSet]  # by their numbers
     handle_numbers: count[int] = field(default_factory=lambda: count(1))
     handles: dict[int, Operation] = field(default_factory=dict)
     name_counts: Counter[Any] = field(default_factory=Counter)  # operations without a name, by kind and process set
@@ -112,7 +112,7 @@ class Run:
         """Ranks of a process set that was added and that this process is part of; ``()`` for all."""
         if not isinstance(process_set, ProcessSet):
             raise ValueError(f"process_set={process_set!r}: pass an hvd.ProcessSet that hvd.init was given")
-        if self.process_sets.get(process_set.process_set_id or 0) is not process_set:
+        if process_set not in self.process_sets:
             raise ValueError(f"{process_set} does not exist, or has not been registered: pass it to hvd.init")
         if not process_set.included():
             raise ValueError(f"Rank {self.world.rank} is not a member of the provided process set: {process_set}")
@@ -135,11 +135,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if _run is None:
         world = World(ranks, device_of(ranks), timeout)
         global_process_set.ranks = list(range(world.size))
-        _run = Run(world, Engine(world), os.getpid(), {0: global_process_set})
+        _run = Run(world, Engine(world), os.getpid(), [global_process_set])
         atexit.register(shutdown)
     # "dynamic" has no effect: `add_process_set` always works.
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
-        if _run.process_sets.get(process_set.process_set_id or 0) is not process_set:
+        if process_set not in _run.process_sets:
             add_process_set(process_set)
 
 
@@ -150,9 +150,8 @@ def shutdown() -> None:
         return
     run, _run = _run, None
     atexit.unregister(shutdown)
-    for process_set in run.process_sets.values():
+    for process_set in run.process_sets[1:]:
         process_set.process_set_id = None
-    global_process_set.process_set_id = 0
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     reason = f"{type(error).__name__}: {error}" if error else "hvd.shutdown(), or the end of its script"
     run.engine.close(reason.splitlines()[0], PATIENCE if error is None else 0.0)
@@ -176,11 +175,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise HorovodInternalError(f"add_process_set: the ranks pass different sets: {difference}")
     if not added.ranks or not set(added.ranks) <= set(range(run.world.size)):
         raise ValueError(f"{added} holds ranks that are not among 0 … {run.world.size - 1}, or none")
-    if any(added.ranks == process_set.ranks for process_set in run.process_sets.values()):
+    if any(added.ranks == process_set.ranks for process_set in run.process_sets):
         raise ValueError(f"Attempted to add a duplicate process set: {added}")
     run.engine.open(added.ranks)
-    added.process_set_id = max(run.process_sets) + 1
-    run.process_sets[added.process_set_id] = added
+    added.process_set_id = len(run.process_sets)
+    run.process_sets.append(added)
     return added
 
 
