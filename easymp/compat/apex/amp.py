@@ -358,8 +358,8 @@ class AmpOptimizer:
             raise ApexError("step() on scaled gradients: leave delay_unscale=True out of the last scale_loss")
         if any(p.grad is not None for p in gradients.masters.parameters):
             raise ApexError(
-                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put it around "
-                "every backward, with every optimizer whose parameters the loss depends on"
+                "the model holds gradients that did not come by amp.scale_loss with this optimizer: every backward "
+                "needs its `with` block, with every optimizer whose parameters the loss depends on"
             )
         gradients.refuse_foreign()
         gradients.masters.follow()  # weights that were loaded into the model since

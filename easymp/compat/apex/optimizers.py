@@ -40,10 +40,8 @@ class _ApexOptimizer(OwnOptimizer):
     def engine(self) -> Engine:
         """Runs the step inside of this one, with fp32 states, where parameters are now, which amp may make half."""
         groups, parameters = self.param_groups, parameters_of(self)
-        by_rule = self.torch_class is None or any(p.dtype in LOW for p in parameters)
-        by_rule = by_rule or not all(
-            group.get("bias_correction", True) for group in groups
-        )  # which torch does not know
+        uncorrected = not all(group.get("bias_correction", True) for group in groups)  # which torch does not know
+        by_rule = self.torch_class is None or uncorrected or any(p.dtype in LOW for p in parameters)
         # A copy of this optimizer chooses for itself.
         facts = id(self), by_rule, [(type(p), p.device) for p in parameters[:1]]
         if self._engine is None or self._engine[0] != facts:

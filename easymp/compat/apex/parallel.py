@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,16 +101,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if not isinstance(message_size, int):  # torch's second argument
             device_ids, message_size = message_size, 10_000_000
         if shared_param is not None or gradient_average_split_factor is not None:
-            raise ApexError(
-                "shared_param and gradient_average_split_factor are removed, in Apex too: pass delay_allreduce=True "
-                "for shared parameters, and pass gradient_predivide_factor for the other"
-            )
+            removed = "shared_param and gradient_average_split_factor are removed, in Apex too"
+            raise ApexError(f"{removed}: pass delay_allreduce=True, or pass gradient_predivide_factor")
         if retain_allreduce_buffers or allreduce_communicators:
             raise RefusedError("retain_allreduce_buffers, allreduce_communicators: both are torch's; omit them")
         if not gradient_predivide_factor > 0 or message_size < 1:
             raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")
-        options = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
-        layer.ignore({name: reason for (name, reason), value in zip(WITHOUT_EFFECT.items(), options) if value})
+        chosen = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
+        layer.ignore(dict(compress(WITHOUT_EFFECT.items(), chosen)))
         bucket = 2**20 if delay_allreduce else message_size * 4 / 2**20  # MB: one bucket, or elements of 4 bytes
         with warnings.catch_warnings():
             # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.
@@ -132,10 +131,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         except RuntimeError as error:
             if UNFINISHED not in str(error):
                 raise
-            raise ApexError(
-                "in the last backward a parameter got no gradient, and gradients are reduced when all of a bucket are "
-                f"there: pass delay_allreduce=True, or freeze it with requires_grad_(False). torch says: {error}"
-            ) from error
+            remedy = "pass delay_allreduce=True, or freeze it with requires_grad_(False)"
+            reason = "in the last backward a parameter got no gradient"
+            raise ApexError(f"{reason}: {remedy}. torch says: {error}") from error
 
     def disable_allreduce(self) -> None:
         """From the next backward on, gradients stay on this rank and accumulate."""

@@ -8,6 +8,7 @@ program goes on. Threads sleep in the store, so there is no polling. Reductions 
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -86,16 +87,17 @@ class Table:
 
     def add(self, rank: int, request: Request) -> list[Order]:
         """Take a request of a rank; returns the operations that every rank has requested now, then a departure."""
+        orders: list[Order] = []
         if request.kind == "leave":
             self.departures[rank] = request.name
         else:
             self._waiting.setdefault(request.key, {})[rank] = request
         joined = list(self._waiting.get(JOIN.key, ()))  # ranks without more data, in the order of their calls
-        orders = []
-        for key, by_rank in list(self._waiting.items()):
+        for key in list(self._waiting) if request.key == JOIN.key else [request.key]:
             # A rank that joined still takes part in its process sets.
-            absent = [] if key[1] or key == JOIN.key else [rank for rank in joined if rank not in by_rank]
-            if len(by_rank) + len(absent) == (len(key[1]) or self.size):
+            by_rank, ranks = self._waiting.get(key, {}), key[1]
+            absent = [] if ranks or key == JOIN.key else [rank for rank in joined if rank not in by_rank]
+            if by_rank and len(by_rank) + len(absent) == (len(ranks) or self.size):
                 order = Order(JOIN._replace(root=joined[-1])) if key == JOIN.key else make_order(by_rank, absent)
                 orders.append(order)
                 del self._waiting[key]
@@ -257,6 +259,7 @@ class Engine:
         self._pending: dict[Any, Pending] = {}
         self._lock = threading.Lock()
         self._failure = ""  # of all later operations
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._table = Table(world.size)
         self._collectives: dict[tuple[int, ...], Collectives] = {}
         self.open(())
@@ -264,9 +267,9 @@ class Engine:
         if world.size == 1:
             return
         number = world.store().add(f"horovod/{world.rank}", 1)
-        self._store, *stores = (dist.PrefixStore(f"horovod/{number}", world.store()) for _ in range(3))
-        loops = {"orders": self._execute_orders} | ({} if world.rank else {"table": self._write_orders})
-        for (name, loop), store in zip(loops.items(), stores):
+        loops = {"requests": self._send_requests, "orders": self._execute_orders}
+        for name, loop in (loops if world.rank else {**loops, "table": self._write_orders}).items():
+            store = dist.PrefixStore(f"horovod/{number}", world.store())  # the thread's own connection
             store.set_timeout(FOREVER)
             thread = threading.Thread(target=self._run, args=(loop, store), name=f"easymp-horovod-{name}", daemon=True)
             self._threads.append(thread)
@@ -292,11 +295,8 @@ class Engine:
             if request.key in self._pending:
                 raise ValueError(f"{request.name!r} is in flight: synchronize it before one of this name")
             self._pending[request.key] = pending
-        self._request(request)
-
-    def _request(self, request: Request) -> None:
         if self._threads:
-            self._run(self._store.queue_push, "requests", json.dumps([self._world.rank, request]))
+            self._requests.put(request)
         else:
             self._execute(self._table.add(0, request))
 
@@ -321,27 +321,33 @@ class Engine:
         """Tell the other ranks why this one leaves, and end the threads; rank 0 waits `patience` seconds for theirs."""
         if not self._threads:
             return
-        self._request(Request(reason, "leave"))
-        for thread, limit in zip(self._threads, (5.0, patience)):
+        self._requests.put(Request(reason, "leave"))
+        for thread, limit in zip(self._threads, (5.0, 5.0, patience)):
             thread.join(limit)
         self._fail_all(f"this rank has left: {reason}")
 
     # -- on the engine's threads
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function that talks to the other ranks. An error in it is that of every operation."""
+    def _run(self, loop: Callable[[dist.Store], None], store: dist.Store) -> None:
         try:
-            function(*args)
+            loop(store)
         except Exception as error:
             self._fail_all(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+    def _send_requests(self, store: dist.Store) -> None:
+        """Put requests into rank 0's queue, all together that have come meanwhile."""
+        requests: list[Request] = []
+        while not requests or requests[-1].kind != "leave":
+            requests = [self._requests.get()]
+            while not self._requests.empty():
+                requests.append(self._requests.get())
+            store.queue_push("requests", json.dumps([self._world.rank, requests]))
 
     def _write_orders(self, store: dist.Store) -> None:
         """On rank 0: read the requests as they come, and put orders into the queues of all ranks."""
         while len(self._table.departures) < self._world.size:
-            orders: list[Order] = []
-            for _ in range(max(1, store.queue_len("requests"))):
-                rank, fields = json.loads(store.queue_pop("requests"))
-                orders += self._table.add(rank, Request(*fields))
+            rank, requests = json.loads(store.queue_pop("requests"))
+            orders = [order for fields in requests for order in self._table.add(rank, Request(*fields))]
             for receiver in range(self._world.size if orders else 0):
                 store.queue_push(f"orders/{receiver}", json.dumps(orders))
 
