@@ -14,7 +14,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import Parameter
 from itertools import count
 from operator import index
 from typing import Any, TypeVar
@@ -343,19 +342,16 @@ def _form(fields_of: Callable[..., dict[str, Any]], public_name: str) -> Callabl
     takes several tensors. The others are differentiable, and those of a reduction have the parameter `compression`.
     """
     in_place, flows = public_name.endswith("_"), not public_name.endswith(("_", "_async"))
-    kind, signature = fields_of.__name__.removeprefix("_"), inspect.signature(fields_of)
-    first, *parameters = signature.parameters.values()
-    if flows and "prescale_factor" in signature.parameters:
-        place = [parameter.name for parameter in parameters].index("name") + 1
-        parameters.insert(place, Parameter("compression", Parameter.POSITIONAL_OR_KEYWORD, default=Compression.none))
+    kind, parameters = fields_of.__name__.removeprefix("_"), inspect.signature(fields_of).parameters
+    first, *others = (p for p in parameters.values() if flows or p.name != "compression")
     first = first.replace(name="tensors") if public_name.startswith("grouped_") else first
-    signature = signature.replace(parameters=[first, *parameters])
+    signature = inspect.Signature([first, *others])
 
     def form(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        inputs, compression = arguments.pop(first.name), arguments.pop("compression", Compression.none)
+        inputs, compression = arguments.pop(first.name), arguments.get("compression", Compression.none)
         grouped = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor)
         tensors = list(inputs) if grouped else [inputs]
         for tensor in tensors:
@@ -393,8 +389,9 @@ def _reduction(kind: str, op: Op, prescale: float, postscale: float, process_set
 
 
 def _allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: Op | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> dict[str, Any]:  # fmt: skip
     """Reduce over the ranks, to the average by default. Gradients are reduced alike."""
     if average is not None:
@@ -421,8 +418,8 @@ def _broadcast(
 
 
 def _reducescatter(
-    tensor: Tensor, name: str | None = None, op: Op = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: Op = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
     """This rank's part of a reduction along dimension 0; earlier ranks may have one row more."""
     return _reduction("reducescatter", op, prescale_factor, postscale_factor, process_set)
