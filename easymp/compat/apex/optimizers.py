@@ -33,7 +33,6 @@ class _ApexOptimizer(OwnOptimizer):
     _decoupled_decay = False  # weight decay multiplies the weights by 1 - lr × decay before the rule, without it
     _keeps_masters = False  # half parameters are stepped as fp32 copies, which are "master_param" in the state
     _unscales_in_memory = False  # a loss scale is divided out of `.grad`, too
-    _written_versions: dict[Tensor, int]  # parameter → its version when it was written from its copy
     _engine: tuple[Any, Engine] | None = None  # with the facts that it was chosen by
 
     @property
@@ -67,7 +66,7 @@ class _ApexOptimizer(OwnOptimizer):
         super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("_set_grad_none", "_decoupled_decay", "_keeps_masters", "_unscales_in_memory", "_written_versions")
+        options = ("_set_grad_none", "_decoupled_decay", "_keeps_masters", "_unscales_in_memory")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -97,9 +96,9 @@ class _ApexOptimizer(OwnOptimizer):
                 if p.grad is None or p.dtype not in LOW:
                     continue
                 state = self.state.pop(p, {})
-                master = state.pop("master_param", None)
-                if master is None or self._written_versions.get(p) != p._version:  # other weights were loaded
-                    master = p.detach().float()
+                weight, master = p.detach(), state.pop("master_param", None)
+                master = weight.float() if master is None else master
+                torch.where(master.to(p.dtype) == weight, master, weight, out=master)  # weights that were loaded since
                 master.grad = p.grad.float()
                 params[i], self.state[master] = master, state
                 replaced.append((params, i, p, master))
@@ -110,12 +109,11 @@ class _ApexOptimizer(OwnOptimizer):
                 params[i], master.grad = p, None
                 self.state[p] = {**self.state.pop(master), "master_param": master}
                 p.detach().copy_(master)
-                self._written_versions[p] = p._version
 
     def _begin(self, set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
             raise ApexError(f"{type(self).__name__} does not support the AMSGrad variant: leave out amsgrad=True")
-        self._set_grad_none, self._written_versions = set_grad_none, {}
+        self._set_grad_none = set_grad_none
 
 
 class FusedAdam(_ApexOptimizer, torch.optim.Adam):

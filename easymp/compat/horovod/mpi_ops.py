@@ -127,10 +127,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     timeout = resolve().timeout
     ranks = locate(read_ranks(), timeout) if _run is None else _run.world.ranks
     if comm and sorted(comm if isinstance(comm, Iterable) else ()) != list(range(ranks.size)):
-        raise RefusedError(
-            f"hvd.init(comm={comm}): the launcher started {ranks.size} processes, and all of them take part; {NO_MPI}. "
-            "Leave comm out, and pass subsets of the ranks as process_sets=[hvd.ProcessSet([…])]"
-        )
+        reason = f"the launcher started {ranks.size} processes, and all of them take part; {NO_MPI}"
+        raise RefusedError(f"hvd.init(comm={comm}): {reason}. Pass subsets of the ranks as process_sets")
     if _run is None:
         world = World(ranks, device_of(ranks), timeout)
         global_process_set.ranks = list(range(world.size))

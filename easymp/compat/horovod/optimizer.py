@@ -198,8 +198,7 @@ class _Distributed:
             if self._synchronized and self._active:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
-                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    "optimizer.synchronize(): gradients are reduced once more, which costs time",
                     stacklevel=2,
                 )
             if closure is not None and self._active:
