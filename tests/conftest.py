@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from .pool import PATIENCE, Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
-from .site import PATH, VARIABLE, install
+from .site import CPUS, PATH, VARIABLE, install
 from .warm import COLD
 from .warm import commands as warm_commands
 
@@ -59,16 +59,24 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked ``reads_hardware`` runs under each recorded processor."""
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    if "reads_hardware" in marks and "real_cpu" not in marks:
+        metafunc.parametrize("_processor", CPUS, indirect=True)
+
+
 @pytest.fixture(autouse=True)
 def _processor(request: pytest.FixtureRequest) -> Iterator[None]:
     """A recorded processor, so that the suite says the same on every machine; ``real_cpu`` tests see the real one."""
-    if request.node.get_closest_marker("real_cpu") is None:
+    processor = "real" if request.node.get_closest_marker("real_cpu") else getattr(request, "param", None)
+    if processor is None:
         yield
         return
     from easymp.hardware.accelerators import _detect
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "real")
+        patch.setenv(VARIABLE, processor)
         _detect.cache_clear()
         yield
     _detect.cache_clear()

@@ -14,8 +14,6 @@ from easymp import Accelerator, EasympError, resolve
 
 from ..hardware.machines import MACHINES
 
-pytestmark = pytest.mark.reads_hardware
-
 README = Path(__file__).parents[2] / "README.md"
 
 

@@ -16,8 +16,6 @@ from easymp import Accelerator, Settings, StepError
 
 from ..strategies.models import Of, under
 
-pytestmark = pytest.mark.reads_hardware
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INPUTS = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
 TARGETS = INPUTS[:, :8].sum(1, keepdim=True)
@@ -66,6 +64,7 @@ def test_a_small_learning_rate_moves_the_weights() -> None:
         assert reason in line
 
 
+@pytest.mark.reads_hardware
 @pytest.mark.parametrize("precision", ["auto", "fp16", "O1", "O2", "fp32", "fp16-true"])
 def test_no_precision_loses_small_updates(precision: str) -> None:
     with Accelerator(mixed_precision=precision, cpu=True) as acc:
