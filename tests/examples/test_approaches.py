@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -108,7 +109,9 @@ def test_the_table_is_of_these_programs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_reach_the_same_accuracy() -> None:
-    runs = {approach.name: table.run(approach, "--epochs", "10") for approach in table.APPROACHES}
-    accuracies = {name: run.accuracy for name, run in runs.items()}
+    accuracies = {}
+    for approach in table.APPROACHES:
+        warm = replace(approach, command=(sys.executable, *approach.command[1:]))
+        accuracies[approach.name] = table.run(warm, "--epochs", "10").accuracy
     assert min(accuracies.values()) > 98, accuracies
     assert max(accuracies.values()) - min(accuracies.values()) <= 1, accuracies
