@@ -287,7 +287,6 @@ def result(folder: Path, rank: int = 0) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.cold
 def test_two_nodes_of_which_a_rank_is_killed_train_to_the_result_of_one(script, node, tmp_path):
     path, one_node, two_nodes = script(TRAIN), tmp_path / "one", tmp_path / "two"
     wait_for_success(node("--processes", "2", path, str(one_node), "none", "8"))
