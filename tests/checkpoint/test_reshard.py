@@ -169,12 +169,12 @@ def labels_of(size: int) -> list[str]:
 
 
 def rows_of(size: int) -> list[Row]:
-    rows = [Row(label, kind, size=size) for label, kind in product(labels_of(size), KINDS)]
-    rows += [Row(label, "mlp", "no", 3, size) for label in labels_of(size)]
-    for i, (label, precision) in enumerate(product(labels_of(size), HALF)):
+    """Each way with each kind of model, with each precision, and with accumulation."""
+    rows = [Row(label, "mlp", "no", 3, size) for label in labels_of(size)]
+    for (i, label), (j, precision) in product(enumerate(labels_of(size)), enumerate(("no", *HALF))):
         refused = precision == "O2" and WAYS[label].strategy in WITHOUT_MASTERS
         if not refused and (precision != "auto" or size == 1):
-            rows.append(Row(label, ("tied", "conv")[i % 2], precision, 1, size))
+            rows.append(Row(label, KINDS[(i + j) % len(KINDS)], precision, 1, size))
     # What four processes add to two is meshes of two dimensions, and ranks without rows.
     meshes = ("hsdp", "tensor_parallel in fsdp")
     return [row for row in rows if size < 4 or row.label in meshes or row.accumulation > 1]
