@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
-import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,18 +21,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from easymp import (
-    Accelerator,
     CompileOptions,
     DataLoaderConfiguration,
     GradScalerKwargs,
     Part,
-    Settings,
     SpikeGuard,
     conflicts,
 )
 from easymp.optim import LAMB, Lion, Muon
 from easymp.protocols import SMALL_EPS, UNROUNDED
 from easymp.training.state import OPEN_RUNS, accelerators
+
+from .words import make_accelerator
 
 Row = Mapping[str, str]
 WIDTH, BATCH, MICRO = 16, 12, 6  # the model's, samples in a micro-batch of all ranks, micro-batches in a run
@@ -66,6 +66,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "replay": ("no replay", "replay"),
     "determinism": ("any algorithm", "deterministic"),
 }
+SLOW_AXES = ("compile", "checkpoint", "recomputation")
 WORDS = [word for words in AXES.values() for word in words]
 PLAIN: Row = {axis: words[0] for axis, words in AXES.items()}
 
@@ -164,7 +165,21 @@ def rows() -> list[Row]:
     while missing:  # allpairspy ends where it cannot go on without one that is refused
         found.append(row_with(min(missing, key=sorted), missing))
         missing -= set(pairs_of(found[-1]))
+    make_quick(found)
     return found
+
+
+def make_quick(covering_rows: list[dict[str, str]]) -> None:
+    """Give rows the first words of the axes that take time, where other rows have the pairs of their words."""
+    rows_by_pair = collections.Counter(pair for row in covering_rows for pair in pairs_of(row))
+    for axis, row in itertools.product(SLOW_AXES, covering_rows):
+        quick_row = {**row, axis: AXES[axis][0]}
+        lost = set(pairs_of(row)) - set(pairs_of(quick_row))
+        words = [word for name, word in row.items() if name != axis]
+        if all(rows_by_pair[pair] > 1 for pair in lost) and is_possible([*words, quick_row[axis]]):
+            rows_by_pair.subtract(lost)
+            rows_by_pair.update(set(pairs_of(quick_row)) - set(pairs_of(row)))
+            row.update(quick_row)
 
 
 def row_of(words: Sequence[str]) -> Row:
@@ -340,10 +355,6 @@ def late_group(row: Row, model: Any) -> dict[str, Any]:
     return {"params": named, "use_muon": True} if row["optimizer"] == "muon" else {"params": [p for _, p in named]}
 
 
-def updates_of(row: Row, micro: int) -> int:
-    return micro // (2 if row["window"] != "one micro-batch" else 1)
-
-
 def weighted_loss(row: Row, y: Tensor) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor | None]:
     """The loss function of a micro-batch, and its number of items, where it is a sum over these."""
     if row["window"] == "token weights":
@@ -373,13 +384,6 @@ class Result(NamedTuple):
     data_ranks: list[int]  # the slice of the data that each micro-batch was of
     updates: int
     seen_by_part: int | None
-
-
-def make_accelerator(**words: Any) -> Accelerator:
-    """An Accelerator with these words; those that are no arguments of its go into its Settings."""
-    arguments = inspect.signature(Accelerator).parameters
-    rare = {name: words.pop(name) for name in words.keys() - arguments}
-    return Accelerator(**words, settings=Settings(**rare)) if rare else Accelerator(**words)
 
 
 def accelerator_of(row: Row, strategy: str, folder: str) -> Any:

@@ -17,7 +17,7 @@ from .run import number, run, within
 
 SCRIPT = "examples/char_gpt.py"
 FP32 = ("--precision", "fp32")
-SHORT = (*FP32, "--steps", "12", "--batch-size", "8", "--windows", "32")
+SHORT = (*FP32, "--steps", "6", "--batch-size", "8", "--windows", "32")
 
 # Processes, further arguments, and by how much the loss may differ from one process's.
 SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {
@@ -55,8 +55,8 @@ def test_a_strategy_changes_no_number(ranks: Ranks, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # 120 updates on one thread, beside other tests
+@pytest.mark.timeout(1500)  # 70 updates on one thread, beside other tests
 def test_it_comes_far_below_the_frequency_of_characters() -> None:
-    printed = run(SCRIPT, "--steps", "120")
+    printed = run(SCRIPT, "--steps", "70", "--windows", "256")
     assert number("validation", printed) < 2.4
     assert float(re.search(r"alone ([0-9.]+)", printed)[1]) > 3
