@@ -240,6 +240,10 @@ def start_afresh(request: dict[str, Any], path: list[str]) -> None:
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
     sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *path]
     importlib.invalidate_caches()
+    easymp = importlib.machinery.PathFinder.find_spec("easymp")
+    if easymp is None or easymp.origin != sys.modules["easymp"].__file__:  # PYTHONPATH leads to a copy
+        for name in [name for name in sys.modules if name.partition(".")[0] == "easymp"]:
+            del sys.modules[name]
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     numpy.random.seed()
     random.seed()

@@ -236,6 +236,7 @@ def test_the_core_names_no_part() -> None:
 
 
 DIGITS = """
+import easymp
 import torch
 from torch import nn
 from easymp import Accelerator
@@ -254,8 +255,8 @@ for epoch in acc.epochs(2):
             optimizer.zero_grad()
 place = acc.save_state()
 acc.load_state(place)
-print(optimizer.updates)
 acc.end_training()
+print(optimizer.updates, easymp.__file__, sep="\\n")
 """
 
 
@@ -277,4 +278,4 @@ def test_any_part_can_be_taken_out(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", DIGITS], cwd=copy.parent, env=variables, capture_output=True, text=True, timeout=120
         )
-        assert done.stdout.strip().endswith("8"), (file, done.stderr[-2000:])
+        assert done.stdout.splitlines()[-2:] == ["8", f"{copy}/__init__.py"], (file, done.stderr[-2000:])
