@@ -20,13 +20,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..base.accumulation import Position, Progress
 from ..base.dtensor import local
 from ..base.parts import Part
 from ..base.rng import isolated
 from ..base.units import duration, rate, size
 from ..errors import SettingError, failing
 from ..logging import get_logger, tqdm_class
-from .recorder import Position, Progress
 from .rows import Pending, Row
 
 if TYPE_CHECKING:
