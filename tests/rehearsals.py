@@ -40,7 +40,7 @@ WAITS = {
     "nonfinite.py _judge_update": "nonfinite='raise' decides before the step",
     "nonfinite.py loss": "nonfinite='raise' reads the loss",
     "process_group.py any": "nonfinite='raise' asks all ranks",
-    "scaler.py skipped": "a scheduler does not step where the update was skipped",
+    "optimizer.py step_was_skipped": "a scheduler does not step where the update was skipped",
     "local_averaging.py stepped": "local_sgd counts updates that were not skipped",
     "engine.py _step_by_torch": "an optimizer that does not know a loss scale steps or not",
     "tensor_parallel.py _compare_gradients": "the first step compares gradients of whole parameters",
