@@ -205,18 +205,18 @@ def gather(
             shards[name] = chunks or ()
         return crc32(repr(specs).encode()), is_dtensor, {n: [box for box, _ in chunks] for n, chunks in shards.items()}
 
-    checksums, held, boxes = zip(*run_on_all(world, describe))
+    checksums, tensors_by_rank, boxes = zip(*run_on_all(world, describe))
     if mismatched := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
         raise CheckpointError(f"rank {mismatched[0]} has other tensors than rank 0: all ranks pass one model")
-    holders = {name: [rank for rank, names in enumerate(held) if name in names] for name in tensors}
+    holders = {name: [rank for rank, names in enumerate(tensors_by_rank) if name in names] for name in tensors}
     if missing := [name for name, ranks in holders.items() if not ranks]:
         raise CheckpointError(f"{missing[0]}: the ranks do not have the whole of it: it is on the meta device")
-    place = device or world.device
+    arrival = device or world.device
 
     def join_shards(names: list[str], target: int) -> dict[str, Tensor]:
         """Whole DTensors on the rank `target`, to which each rank sends its shards as one message."""
         is_target = world.rank == target
-        whole = {n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device=place) for n in names if is_target}
+        wholes = {n: torch.empty(specs[n].shape, dtype=specs[n].dtype, device=arrival) for n in names if is_target}
         for rank, boxes_of_rank in enumerate(boxes):
             contents = [(name, box) for name in names for box in boxes_of_rank.get(name, ())]
             sizes = [box.numel * specs[name].dtype.itemsize for name, box in contents]
@@ -229,18 +229,18 @@ def gather(
             flat = world.transfer(flat.to(world.device), rank, target)
             if is_target:
                 for (name, box), chunk in zip(contents, flat.split(sizes)):
-                    region = view_of(whole[name], full_box(specs[name].shape), box)
+                    region = view_of(wholes[name], full_box(specs[name].shape), box)
                     region.copy_(chunk.clone().view(region.dtype).view(region.shape))  # a copy is aligned for its dtype
-        return whole
+        return wholes
 
     def bucket_of(names: list[str]) -> Bucket:
         bucket, sent = Bucket(), [name for name in names if any(name in boxes_of_rank for boxes_of_rank in boxes)]
         joined = {} if target is None else join_shards(sent, target)
         for name in names:
             if name not in sent:
-                is_dtensor = held[holders[name][0]][name]
+                is_dtensor = tensors_by_rank[holders[name][0]][name]
                 tensor = _gather_tensor(world, tensors[name], specs[name], holders[name], is_dtensor, target)
-                joined[name] = tensor.to(place) if target in (None, world.rank) else tensor
+                joined[name] = tensor.to(arrival) if target in (None, world.rank) else tensor
             if target in (None, world.rank):
                 bucket.append((name, joined.pop(name)))
         return bucket
@@ -258,8 +258,8 @@ def _is_held(tensor: Any) -> bool:
 
 def _sends(tensor: Any) -> bool:
     """Whether this rank sends its shard: no rank before it has the same one, and none has summands of it."""
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
-    return not any(placement.is_partial() or (i and placement.is_replicate()) for i, placement in places)
+    coordinates = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
+    return not any(placement.is_partial() or (i and placement.is_replicate()) for i, placement in coordinates)
 
 
 def _gather_tensor(

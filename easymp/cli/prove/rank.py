@@ -198,12 +198,12 @@ class Writer(SingleRunner):
         world, differences = self.run.world, []
         if world.size == 1 or not self.run.prepared.strategy.replicated:
             return None
-        whole = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
-        for i, (name, tensor) in enumerate(whole.items()):
+        replicas = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
+        for i, (name, tensor) in enumerate(replicas.items()):
             difference = compare(name, tensor, world.broadcast(tensor))
             if difference["error"] > FP32 * difference["scale"]:  # tensor_parallel computes some on each rank
                 differences.append((i, {**difference, "kind": kind, "rank": world.rank}))
-        pairs = [pair for pairs in world.gather_objects(differences[:1]) for pair in pairs] if whole else []
+        pairs = [pair for pairs in world.gather_objects(differences[:1]) for pair in pairs] if replicas else []
         return min(pairs, key=lambda pair: pair[0], default=(0, None))[1]
 
 

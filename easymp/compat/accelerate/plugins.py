@@ -129,10 +129,10 @@ class TorchDynamoPlugin(options.KwargsHandler):
         backend = str(self.backend).lower()
         if self.disable or backend == "no":
             return False
-        what: Any = "blocks" if self.use_regional_compilation else "model"
+        scope: Any = "blocks" if self.use_regional_compilation else "model"
         mode = None if self.mode == "default" else self.mode
         return CompileOptions(
-            what, backend, mode=mode, fullgraph=bool(self.fullgraph), dynamic=self.dynamic, options=self.options
+            scope, backend, mode=mode, fullgraph=bool(self.fullgraph), dynamic=self.dynamic, options=self.options
         )
 
 

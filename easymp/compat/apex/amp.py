@@ -522,8 +522,8 @@ def _check_model(model: nn.Module) -> None:
     parameters = [("param", name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     for kind, name, tensor in [*parameters, *half_buffers]:
         if tensor.dtype != torch.float32:
-            found = f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32"
-            raise ApexError(f"{found}: leave out .half(); amp.initialize casts, at O2 and O3")
+            fault = f"Found {kind} {name} with type {tensor.dtype}, expected torch.float32"
+            raise ApexError(f"{fault}: leave out .half(); amp.initialize casts, at O2 and O3")
 
 
 # Functions of the module, so that models with these hooks can be pickled.

@@ -107,8 +107,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise RefusedError("retain_allreduce_buffers, allreduce_communicators: both are torch's; omit them")
         if not gradient_predivide_factor > 0 or message_size < 1:
             raise ApexError(f"{gradient_predivide_factor=} must be above 0, and {message_size=} at least 1")
-        chosen = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
-        layer.ignore(dict(compress(WITHOUT_EFFECT.items(), chosen)))
+        selectors = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
+        layer.ignore(dict(compress(WITHOUT_EFFECT.items(), selectors)))
         bucket = 2**20 if delay_allreduce else message_size * 4 / 2**20  # MB: one bucket, or elements of 4 bytes
         with warnings.catch_warnings():
             # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.

@@ -341,15 +341,16 @@ def _form(fields_of: Callable[..., dict[str, Any]], public_name: str) -> Callabl
     """
     in_place, flows = public_name.endswith("_"), not public_name.endswith(("_", "_async"))
     kind, parameters = fields_of.__name__.removeprefix("_"), inspect.signature(fields_of).parameters
-    first, *others = (p for p in parameters.values() if flows or p.name != "compression")
-    first = first.replace(name="tensors") if public_name.startswith("grouped_") else first
-    signature = inspect.Signature([first, *others])
+    tensor_parameter, *options = (p for p in parameters.values() if flows or p.name != "compression")
+    if public_name.startswith("grouped_"):
+        tensor_parameter = tensor_parameter.replace(name="tensors")
+    signature = inspect.Signature([tensor_parameter, *options])
 
     def form(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        inputs, compression = arguments.pop(first.name), arguments.get("compression", Compression.none)
+        inputs, compression = arguments.pop(tensor_parameter.name), arguments.get("compression", Compression.none)
         grouped = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor)
         tensors = list(inputs) if grouped else [inputs]
         for tensor in tensors:
