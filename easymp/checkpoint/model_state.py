@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.dtensor import local
 from ..errors import CheckpointError, StepError, join_some
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
@@ -323,11 +324,10 @@ class OptimizerState:
 
     def _reusable(self, candidates: Mapping[str, Tensor], fills: Fills) -> dict[str, Tensor]:
         """Those that share no memory with others, parameters or `fills`. Their chunks are added to `fills`."""
-        used_memory = {view.data_ptr() for *_, view in fills}
-        used_memory |= {v.data_ptr() for chunks in local_chunks(self._layouts.values()) for _, v in chunks or ()}
+        used_memory = {t.data_ptr() for t in (*map(local, self._layouts.values()), *(view for *_, view in fills))}
         reused: dict[str, Tensor] = {}
         for (full_name, live), chunks in zip(candidates.items(), local_chunks(candidates.values())):
-            memory = live.to_local() if hasattr(live, "to_local") else live
+            memory = local(live)
             is_plain = type(memory) is Tensor and not memory.requires_grad and not memory.is_inference()
             if not is_plain or chunks is None or memory.data_ptr() in used_memory:
                 continue

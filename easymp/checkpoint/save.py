@@ -351,8 +351,7 @@ class Saves:
         self.wait()
         self._meeting = self._meeting or Meeting(self.world)
         snapshot = self._collect(items)
-        if extra.names:
-            check_extra(extra.names, [INDEX, *(file.name for file in self._plan.files)])
+        check_extra(extra.names, [INDEX, *(file.name for file in self._plan.files)])
         host_copy = self._host_copy if asynchronous else None
         save = Save(self._meeting, self.line, target, limit, self._plan, snapshot, host_copy, extra, tick)
         if not asynchronous:
@@ -485,9 +484,8 @@ class Save:
                     raise
                 fault = "cannot be made: the folder, which rank 0 made, is not visible here"
                 raise CheckpointError(f"{join(storage.root, name)} {fault}: {SHARE}") from error
-        if self.extra.files:
-            for name, record in copy_files(self.extra.files, storage, folder, tick).items():
-                checksums[name] = [record.size, *record.checksums]
+        for name, record in copy_files(self.extra.files, storage, folder, tick).items():
+            checksums[name] = [record.size, *record.checksums]
         states = self.snapshot.states if self.meeting.rank else {}
         return checksums, {name: state for name, state in states.items() if digests.get(name) != _digest(state)}
 

@@ -44,7 +44,8 @@ import os, sys
 from easymp import detect
 from easymp.hardware.accelerators import _detect
 
-for os.environ["TESTS_CPU"] in sys.argv[1:]:
+for processor in sys.argv[1:]:
+    os.environ["TESTS_CPU"] = processor
     print(*sorted(detect().cpu.features))
     _detect.cache_clear()
 """

@@ -41,10 +41,11 @@ class Logger:
 
     @cached_property
     def version(self) -> int | str:
+        if self._version is not None:
+            return self._version
         folders = Path(self.root_dir, self.name).glob("version_*")
         numbers = [path.name.removeprefix("version_") for path in folders if path.is_dir()]
-        following = max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
-        return following if self._version is None else self._version
+        return max((int(number) + 1 for number in numbers if number.isdigit()), default=0)
 
     @property
     def log_dir(self) -> str:

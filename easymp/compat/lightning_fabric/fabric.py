@@ -541,10 +541,11 @@ class Fabric:
             raise TypeError(f"Filter should be a dictionary, given {filter!r}")
         if unknown := set(filter) - set(state):
             raise ValueError(f"The filter keys {unknown} are not present in the state keys {sorted(state)}")
-        contents = {key: self._whole_state(item) for key, item in state.items()}
         for key, predicate in filter.items():
             if not callable(predicate):
                 raise TypeError(f"Expected `filter` of save for key {key!r} to be a callable, given {predicate!r}")
+        contents = {key: self._whole_state(item) for key, item in state.items()}
+        for key, predicate in filter.items():
             if isinstance(contents[key], dict):  # one of which nothing is left is left out
                 chosen = {name: value for name, value in contents.pop(key).items() if predicate(name, value)}
                 contents.update({key: chosen} if chosen else {})
