@@ -440,7 +440,7 @@ class Accelerator(Collectives, Checkpoints):
         if self._parts.loss and not self._loss_is_late:
             loss = self._show_loss(loss, num_items)
         if num_items is not None or self._window.accumulation != 1 or self._window.packed:
-            loss = self._window.share(loss, num_items, self._world)
+            gradient = self._window.starting_gradient(loss, gradient, num_items, self._world)
         check = self._gradients.begin_backward(create_graph)
         try:
             self._scaler.scale(loss).backward(gradient, retain_graph, create_graph, inputs)

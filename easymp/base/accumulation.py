@@ -161,22 +161,28 @@ class UpdateWindow:
 
     # -- items
 
-    def share(self, loss: Tensor, num_items: int | Tensor | None, world: Any) -> Tensor:
-        """The part of a micro-batch's loss in its window: a mean is divided by the micro-steps, a sum by all items."""
+    def starting_gradient(
+        self, loss: Tensor, gradient: Tensor | None, num_items: int | Tensor | None, world: Any
+    ) -> Tensor:
+        """The gradient that a micro-batch's backward starts from: `gradient`, or 1, times the loss's part in its window.
+
+        A mean is divided by the micro-steps, a sum by all items. Dividing the loss itself costs an operator in forward
+        and one in backward.
+        """
+        start = torch.ones_like(loss) if gradient is None else gradient
         if num_items is None and self.packed:
             num_items = self._items_of_batch()
-            loss = loss if num_items is None else loss * num_items
+            start = start if num_items is None else start * num_items
         if num_items is not None:
-            factor: Tensor = self._share_of_items(_to_count(num_items, loss.device), world)
-            return loss * factor
+            return start * self._share_of_items(_to_count(num_items, loss.device), world)
         if self.accumulation == 1:
-            return loss
+            return start
         if self.counts_items:
             raise StepError(
                 "backward() without num_items in a window that began with it: pass it for every micro-batch, or for "
                 "none"
             )
-        return loss / self.accumulation
+        return start / self.accumulation
 
     def _items_of_batch(self) -> Any:
         """The number of items of the packed batch that the loop has; None where its collate function gives none."""
@@ -194,7 +200,7 @@ class UpdateWindow:
         self.reading.reads = 0
         return self.reading.items
 
-    def _share_of_items(self, items: Tensor, world: Any) -> Any:
+    def _share_of_items(self, items: Tensor, world: Any) -> Tensor:
         """The factor for a loss that is a sum over `items` items (tokens, pixels) of this rank.
 
         With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items. The divisor is

@@ -113,11 +113,12 @@ class Route:
         return outputs
 
     def _call_in_parts(self, *args: Any, **kwargs: Any) -> Any:
+        contexts = [c for begin in self.parts.forward if (c := begin(self, args, kwargs)) is not None]
+        if not contexts:
+            return self.module(*args, **kwargs)
         with ExitStack() as stack:
-            for begin in self.parts.forward:
-                context = begin(self, args, kwargs)
-                if context is not None:
-                    stack.enter_context(context)
+            for context in contexts:
+                stack.enter_context(context)
             return self.module(*args, **kwargs)
 
     def _refuse_graph(self, gradient: Tensor) -> None:
