@@ -51,6 +51,7 @@ CHECKSUMS = ["CRC-32 is computed by", "| warm load, live, s |"]
         ("strategies --size tiny --rounds 2", ["zero1"], ["| zero1, "]),
         ("linear_cross_entropy --size tiny --rounds 1", [], ["| plain pair ", "| easymp "]),
         ("llm --rehearse", [], ["## tiny, 2 processes, bf16", "| by hand again ", "of Accelerate's tokens/s"]),
+        ("sharded_step --layers 2", [], ["| 4 tensors, easymp fsdp ", "| 4 tensors, fully_shard, fused "]),
         ("fused_step --smoke", [], ["| tiny, clip, 1 thread ", "| tiny, loss scale and clip, 1 thread "]),
         (CHECKPOINT + "one", ["easymp", "DCP"], [*CHECKSUMS, "| plain write and read ", "| easymp ", "| DCP "]),
         (CHECKPOINT + "fsdp", ["DCP, async", "Accelerate"],

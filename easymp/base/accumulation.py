@@ -164,7 +164,7 @@ class UpdateWindow:
     def starting_gradient(
         self, loss: Tensor, gradient: Tensor | None, num_items: int | Tensor | None, world: Any
     ) -> Tensor:
-        """The gradient that a micro-batch's backward starts from: `gradient`, or 1, times the loss's part in its window.
+        """The gradient that backward starts from: `gradient`, or 1, times the part of the loss in its window.
 
         A mean is divided by the micro-steps, a sum by all items. Dividing the loss itself costs an operator in forward
         and one in backward.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import cuda
-from ..base.dtensor import add_up, dense, local, meshes
+from ..base.dtensor import add_up, dense, local, meshes, parts
 from ..errors import StepError
 from ..precision.scaler import inverse, widest
 from ..protocols import Counting
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES: dict[type, set[str]] = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
-SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # DTensor has rules for these fused steps
+SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # whose step `step_on_shards` gives plain tensors
 DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # only their plain step takes sparse gradients
 HOOKS = tuple(  # attributes of a torch optimizer
     f"_optimizer_{call}_{time}_hooks" for call in ("step", "state_dict", "load_state_dict") for time in ("pre", "post")
@@ -104,8 +104,6 @@ def fuse(
 def _refusal(kind: type, group: dict[str, Any], sparse: Mapping[int, str]) -> str | None:
     """Why a param group cannot step fused. `sparse`: id of an embedding's weight with sparse gradients → its name."""
     fused = f"torch's fused {kind.__name__}"
-    if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
-        return f"{fused} does not take split parameters and others in one group"
     if group.get("fused") is not None or group.get("foreach") is not None:
         return "fused or foreach was chosen by the caller"
     if group.get("differentiable") or group.get("capturable"):
@@ -129,6 +127,27 @@ def _refusal(kind: type, group: dict[str, Any], sparse: Mapping[int, str]) -> st
         if not whole and not dense(local(parameter)):
             return f"{fused} is wrong for a parameter that has gaps in memory, or overlaps"
     return None
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Give the step of `optimizer` the local shards of its DTensors; returns whether it is one of `SHARDED`.
+
+    torch's fused and foreach steps plan a list of DTensors in time that grows with the square of its length, and take
+    no list of DTensors and plain tensors. The states stay DTensors.
+    """
+    if type(optimizer) not in SHARDED:
+        return False
+    collect = optimizer._init_group  # type: ignore[attr-defined]  # not in torch's types
+
+    def collect_shards(group: dict[str, Any], parameters: list[Tensor], *states: list[Tensor]) -> Any:
+        result = collect(group, parameters, *states)
+        torch.autograd.graph.increment_version(parameters)  # as a step on themselves does
+        for tensors in (parameters, *states):
+            tensors[:] = parts(tensors)
+        return result
+
+    vars(optimizer)["_init_group"] = collect_shards
+    return True
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
@@ -413,8 +432,8 @@ def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
         part = local(gradient._values() if gradient.is_sparse else gradient)
         if part.numel():
             by_device.setdefault(part.device, []).append(part)
-    for device, parts in by_device.items():
-        torch._foreach_mul_(parts, factor.to(device))
+    for device, on_device in by_device.items():
+        torch._foreach_mul_(on_device, factor.to(device))
 
 
 def values(tensor: Tensor) -> Tensor:

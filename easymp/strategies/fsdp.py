@@ -22,7 +22,7 @@ from ..base.dtensor import ShardMemory, names_of, rebind
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, is_whole, nearest
 from ..optim.sharded import check_sums
-from ..optim.torch_step import copies
+from ..optim.torch_step import copies, step_on_shards
 from ..options import Record, option
 from ..precision.policies import as_if_fp32
 from ..protocols import Conflict, Layout, WrapContext, chunk_elements, no_elements
@@ -429,7 +429,12 @@ def _check_gathered(module: nn.Module, args: Any) -> None:
 
 
 def one_by_one(optimizer: Optimizer, parts: str, unsplit: str) -> None:
-    """Let `optimizer` step one tensor at a time where a param group mixes DTensors (`parts`) and others (`unsplit`)."""
+    """Let `optimizer` step one tensor at a time where a param group mixes DTensors (`parts`) and others (`unsplit`).
+
+    Adam and AdamW step the shards themselves, as they step plain tensors.
+    """
+    if step_on_shards(optimizer):
+        return
     for g, group in enumerate(optimizer.param_groups):
         if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
             continue

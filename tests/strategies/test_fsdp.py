@@ -43,6 +43,19 @@ def test_options_change_no_number(ranks, options: Any, steps: int, clip: float |
         assert torch.equal(values, results[1]["parameters"][name]), name
 
 
+@pytest.mark.on_ranks(2)
+def test_adam_steps_sharded_and_whole_parameters_of_a_group_at_once() -> None:
+    for choice, step in (({}, "fused"), ({"foreach": True}, "as given")):
+        with under("fsdp", {"ignore": "*.bias"}) as acc:
+            model = make("tied")
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), **choice))
+            acc.backward(mean_square(model(torch.ones(8, 12))))
+            optimizer.step()
+            states = optimizer.state_dict()["state"].values()
+            assert acc.plan.optimizer.value == step
+            assert {type(state["exp_avg"]).__name__ for state in states} == {"DTensor", "Tensor"}
+
+
 def by_hand(strategy: str) -> list[list[torch.Tensor]]:
     """Gradients after two ways to say when they are averaged."""
     gradients = []
@@ -242,11 +255,11 @@ def test_refusals_have_sentences() -> None:
         ("wrap", ("Blok",), "no module in this Tied is a 'Blok', did you mean 'Block'?"),
         ("ignore", "blocs", "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'"),
         ("ignore", "*", "leaves no parameter to shard"),
-        ("ignore", "blocks", "AdamW has foreach=True for sharded and ignored parameters together (param group 0)"),
+        ("ignore", "blocks", "SGD has foreach=True for sharded and ignored parameters together (param group 0)"),
     ):
         with under("fsdp", {option: value}) as acc:
             model = make("tied")
-            lists = torch.optim.AdamW(model.parameters(), foreach=True)
+            lists = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
             refuses(PrepareError, pattern, acc.prepare, model, lists)
     with under("fsdp") as acc:
         model = make("mlp")
