@@ -174,7 +174,8 @@ class UpdateWindow:
             num_items = self._items_of_batch()
             start = start if num_items is None else start * num_items
         if num_items is not None:
-            return start * self._share_of_items(_to_count(num_items, loss.device), world)
+            factor: Tensor = self._share_of_items(_to_count(num_items, loss.device), world)
+            return start * factor
         if self.accumulation == 1:
             return start
         if self.counts_items:
@@ -200,7 +201,7 @@ class UpdateWindow:
         self.reading.reads = 0
         return self.reading.items
 
-    def _share_of_items(self, items: Tensor, world: Any) -> Tensor:
+    def _share_of_items(self, items: Tensor, world: Any) -> Any:
         """The factor for a loss that is a sum over `items` items (tokens, pixels) of this rank.
 
         With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items. The divisor is
