@@ -1,7 +1,7 @@
 """The Accelerator: it makes the plan, prepares models, optimizers and loaders, and runs the step.
 
-The plan holds its decisions and their reasons. The strategy distributes models, the precision holds dtypes, the world
-ranks.
+The plan holds its decisions and their reasons, the strategy distributes models, the precision holds dtypes, and the
+world connects the ranks.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ if TYPE_CHECKING:
         forward_methods: str | Sequence[str]
 
 
-# What an Accelerator needs when it is made or runs, and the import of this class does not.
+# Modules that an Accelerator uses; to import the class does not load them.
 modules_at_first_use(
     globals(),
-    *("data", "precision"),
+    data="data",
+    precision="precision",
     gradients="training.gradients",
     oom="training.oom",
     prepare="training.prepare",
     records="options",
     state="training.state",
-    setting="settings",
 )
 Init = TypeVar("Init", bound=Callable[..., None])
 Model = TypeVar("Model", bound=nn.Module)
@@ -91,13 +91,13 @@ Others = TypeVarTuple("Others")
 
 
 def _explain_keywords(init: Init) -> Init:
-    """Explain keywords that Accelerator() lacks; its signature shows those that it takes. Set the hook of `sys`."""
+    """Decorate ``Accelerator.__init__``: a keyword that it does not take is an error that names the right one."""
     parameters = signature(init).parameters
 
     @wraps(init)
     def checked_init(self: Accelerator, *arguments: Any, **keywords: Any) -> None:
         if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = state.report_end
+            sys.excepthook = state.report_end  # shows this error, and refused settings, without a traceback
         for name in keywords.keys() - parameters:
             refuse_argument(name, parameters)
         init(self, *arguments, **keywords)
@@ -119,9 +119,9 @@ class Accelerator(Collectives, Checkpoints):
 
     Args:
         mixed_precision: "auto", or a precision of `easymp.registry.PRECISIONS`; "no" and "fp32" are the same. "bf16",
-            "fp16", "fp8" and "O1" raise trainable parameters that arrive in bf16 or fp16 to fp32. "bf16-true" and
-            "fp16-true" cast the model, whose weights are stepped by fp32 masters, or rounded stochastically with the
-            setting ``stochastic_rounding`` ("O3" only rounds). The others cast nothing.
+            "fp16", "fp8" and "O1" raise trainable parameters that arrive in bf16 or fp16 to fp32. "bf16-true",
+            "fp16-true", "O2" and "O3" cast the model, and optimizers step fp32 masters of its weights; not so "O3", and
+            "bf16-true" with the setting ``stochastic_rounding``. The others cast nothing.
         strategy: how models are distributed: "auto", or a strategy of `easymp.registry.STRATEGIES`.
         strategy_options: the strategy's record (`FSDPOptions` …), or a dict of its fields.
         gradient_accumulation_steps: micro-batches in an update, see `accumulate`; or a `GradientAccumulationPlugin`.
@@ -138,9 +138,9 @@ class Accelerator(Collectives, Checkpoints):
         nonfinite: the answer to a loss or gradient norm that is infinite or not a number. "warn": say it once. "skip":
             no rank steps where a gradient of any rank is not finite (see `optimizer_step_was_skipped`). "raise": all
             ranks raise a NonfiniteError before that step, or where a loss is not finite. "skip" and "raise" check all
-            gradients before each step, may wait for the device, and refuse closures. None: "skip" under a loss scale,
-            whose search is not reported, else "warn". The first module with such numbers is named where it can be
-            found: by a second forward (under "raise", and on a CPU), or by hooks in the next update.
+            gradients before each step, may wait for the device, and refuse closures. None: "skip" under a loss scale
+            (overflows while it looks for its size are not reported), else "warn". The first module with such numbers
+            is named where it can be found: by a second forward ("raise", and on a CPU), or by hooks in the next update.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``), or a `ProjectConfiguration`.
             Default: the working directory.
         log_with: where `log` writes: "jsonl" (the default), "console", another tracker by name, several, "all" that are
@@ -215,12 +215,14 @@ class Accelerator(Collectives, Checkpoints):
             nonfinite=nonfinite,
             save_on_signal=save_on_signal,
         )
-        settings, plan, reference = request.settings, request.plan, weakref.ref(self)
+        settings, plan = request.settings, request.plan
+        reference = weakref.ref(self)
         self._sync_each_batch = request.accumulation.sync_each_batch
         self._autocast = request.autocast
-        self._closed = self._trigger = False
+        self._closed = False
+        self._trigger = False  # of `set_trigger`
         self._loss_is_late = False  # whether the loss has its value only after backward
-        self._undo = ExitStack()
+        self._undo = ExitStack()  # what `close` undoes outside of this object: torch's flags, locks, the exit handler
         device = torch.device(plan.device.value)
         self._parts = Parts()
         self._window = UpdateWindow(plan.accumulation.value, request.accumulation.sync_with_dataloader, self._parts)
@@ -253,7 +255,7 @@ class Accelerator(Collectives, Checkpoints):
                 no_sync=lambda model: reference().no_sync(model),  # type: ignore[union-attr]  # it is alive then
             )
             self._gradients = gradients.Gradients(run)
-            self._begin_checkpoints(request.project)
+            self._begin_checkpoints(request.project)  # sets self._project
             self._logbook = trackers.Logbook(run, self._project, settings, request.trackers)
             self._parts.add(self._logbook, run)
             for begin in self._parts.begin:
@@ -266,7 +268,7 @@ class Accelerator(Collectives, Checkpoints):
             undo_on_error.pop_all()
 
     def _change_preparing(self, options: prepare.PrepareOptions) -> prepare.PrepareOptions:
-        """How objects are prepared; the migration layers change it."""
+        """Return the options of `prepare`. Migration layers override this to change them."""
         return options
 
     # -- the decision
@@ -311,7 +313,8 @@ class Accelerator(Collectives, Checkpoints):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        number, window = records.GradientAccumulationPlugin(steps).num_steps, self._window
+        number = records.GradientAccumulationPlugin(steps).num_steps  # which checks `steps`
+        window = self._window
         if number > 1:
             self._run.refuse("gradient_accumulation_steps")
         if number != window.accumulation and not window.sync:
@@ -323,7 +326,7 @@ class Accelerator(Collectives, Checkpoints):
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of the run so far, those before a resume among them; of several optimizers the most."""
+        """Optimizer updates of the run so far, with those before a resume. Of several optimizers, the largest count."""
         return max((optimizer.updates for optimizer in self._prepared.optimizers), default=0)
 
     @property
@@ -398,6 +401,7 @@ class Accelerator(Collectives, Checkpoints):
         """
         prepared_objects = self._prepared.prepare(objects, device_placement, forward_methods)
         if self._prepared.optimizers and (self._will_save or self._project.project_dir is not None):
+            # Two runs would overwrite each other's checkpoints: fail here, not at the first save.
             self._claim_project(reading=not self._will_save)
         return prepared_objects[0] if len(prepared_objects) == 1 else tuple(prepared_objects)
 
@@ -438,18 +442,18 @@ class Accelerator(Collectives, Checkpoints):
         """
         wrapper.check_loss(loss, gradient)
         if self._parts.loss and not self._loss_is_late:
-            loss = self._show_loss(loss, num_items)
+            loss = self._loss_of_parts(loss, num_items)
         if num_items is not None or self._window.accumulation != 1 or self._window.packed:
             gradient = self._window.starting_gradient(loss, gradient, num_items, self._world)
-        check = self._gradients.begin_backward(create_graph)
+        check_reduced = self._gradients.begin_backward(create_graph)
         try:
             self._scaler.scale(loss).backward(gradient, retain_graph, create_graph, inputs)
         except RuntimeError as error:
             self._world.blame(error, "backward")
             wrapper.explain_backward(error)
             raise
-        if check is not None:
-            check()
+        if check_reduced is not None:
+            check_reduced()
         self._gradients.end_backward(self._sync_each_batch)
         for notify in self._parts.after_backward:
             notify()
@@ -458,8 +462,8 @@ class Accelerator(Collectives, Checkpoints):
             for notify in self._parts.gradients:
                 notify(pairs)
 
-    def _show_loss(self, loss: Tensor, num_items: int | Tensor | None) -> Tensor:
-        """The loss to train by, after the parts have seen it."""
+    def _loss_of_parts(self, loss: Tensor, num_items: int | Tensor | None) -> Tensor:
+        """Pass the loss to the parts, each of which may return another one; returns the loss to train by."""
         for part_loss in self._parts.loss:
             new_loss = part_loss(loss, num_items)
             loss = loss if new_loss is None else new_loss
@@ -503,15 +507,15 @@ class Accelerator(Collectives, Checkpoints):
             (False, torch.Size([3, 2]))
         """
         (route,) = self._prepared.routes((model,))
-        strategy, is_sum = self._prepared.strategy, num_items is not None
-        loss = strategy.loss(route.module, route.call, loss_fn, inputs, keywords, target, is_sum)
+        strategy = self._prepared.strategy
+        loss = strategy.loss(route.module, route.call, loss_fn, inputs, keywords, target, summed=num_items is not None)
         self._loss_is_late = strategy.late_loss
         try:
             self.backward(loss, num_items=num_items)
         finally:
             self._loss_is_late = False
         if strategy.late_loss:
-            self._show_loss(loss, num_items)
+            self._loss_of_parts(loss, num_items)  # to be seen only: backward has run
         return loss.detach()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -558,7 +562,7 @@ class Accelerator(Collectives, Checkpoints):
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
-            stack.callback(setattr, self._window, "ranks_differ", self._window.ranks_differ)
+            stack.callback(setattr, self._window, "ranks_differ", self._window.ranks_differ)  # restores it
             self._window.ranks_differ = True
             yield
 
@@ -634,11 +638,11 @@ class Accelerator(Collectives, Checkpoints):
     ) -> Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`. Acts once a window, as the optimizer does.
 
-        Where `parameters` are all that one or several prepared optimizers step, and torch's fused step or ours runs
-        (see the plan), gradients are only read: the step multiplies by the factor, and by 1 / the loss scale, as it
-        reads them again. Until then `.grad` is what backward left there, and afterwards it may be either; a change in
-        between is an error. To read or change clipped gradients before the step, pass ``Settings(fused=False)``.
-        Under a loss scale an overflow skips the steps of all of them.
+        Under torch's fused step or ours (see the plan), and where `parameters` are all that one or several prepared
+        optimizers step, this call only measures: the step clips and unscales gradients as it reads them. Until the step
+        `.grad` holds what backward left, and to change it is an error; after the step it may be clipped or not. To read
+        or change clipped gradients before the step, pass ``Settings(fused=False)``. Under a loss scale, an overflow in
+        any of `parameters` skips the steps of all these optimizers.
 
         Args:
             parameters: those of prepared models.
@@ -686,9 +690,10 @@ class Accelerator(Collectives, Checkpoints):
     def averaged(self, *models: nn.Module) -> Iterator[None]:
         """Give models the moving averages of their weights inside the block: for evaluation, or `save_model`.
 
-        An average begins as the weight before its first step, and moves at each step that moves the weight. What no
-        step has moved (frozen parameters, buffers) is the same inside. Meanwhile there is a copy of the weights. All
-        ranks call it; under strategy "local_sgd" each has averages of its own. Steps and `save_state` belong outside.
+        An average begins as the weight before its first step, and moves at each step that moves the weight. Frozen
+        parameters and buffers have no average and stay as they are. A copy of the weights is kept for the end of the
+        block. All ranks call it; under strategy "local_sgd" each has averages of its own. Call `save_state` and the
+        optimizer's `step` outside of the block.
 
         Args:
             models: prepared models; none means all.
@@ -854,11 +859,11 @@ class Accelerator(Collectives, Checkpoints):
     def context_parallel(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> Iterator[None]:
         """Share each sequence among neighbouring ranks, under `context_parallel` of "ddp", "zero1", "fsdp" and "hsdp".
 
-        Inside, each tensor is this rank's part, in place; outside it is whole again. Forward and backward both run
-        inside, so that torch passes keys and values from rank to rank. Without the option nothing happens. Parts are
-        not neighbouring tokens: pass all tensors of the batch that have a sequence dimension, position ids and labels
-        that are shifted already among them. `num_items` counts the tokens of the part, and a mean loss is the mean of
-        the part.
+        Inside, each tensor is cut in place to this rank's part; outside it is whole again. Run forward and backward
+        inside, so that torch passes keys and values from rank to rank. Without the option nothing happens. The tokens
+        of a part are not all neighbours: pass every tensor of the batch that has a sequence dimension, also position
+        ids, and labels that are shifted before the block. `num_items` counts the tokens of the part, and a mean loss is
+        the mean over the part.
 
         Args:
             buffers: tensors of one sequence length, a multiple of twice the option.
@@ -970,7 +975,7 @@ class Accelerator(Collectives, Checkpoints):
         """
         self._release()
         nothing = (None,) * len(objects)
-        del objects
+        del objects  # this frame's references, before memory is collected
         oom.release_memory(device=self.device)
         return None if len(nothing) <= 1 else nothing
 
@@ -1006,7 +1011,7 @@ class Accelerator(Collectives, Checkpoints):
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as last_first:  # calls the last one first, and each of them even after an error
+        with ExitStack() as last_first:  # read from the bottom up; each is called even after an error
             last_first.callback(self._parts.release)
             last_first.callback(self._world.close)
             last_first.callback(state.OPEN_RUNS.pop, id(self._run), None)

@@ -354,7 +354,7 @@ class Progress:
         return True
 
     def finish(self, updates: int) -> None:
-        """Count the end of the run, which has made so many updates."""
+        """Count the end of the run, after its last update, number `updates`."""
         self.updates = updates
         self._add_samples()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ FIRST_UPDATES, COMPARE_EVERY = 3, 100
 
 
 class PreparedOptimizer(WrappingOptimizer):
-    """The user's optimizer behind `step` and `zero_grad` that act once an update, not at each micro-batch.
+    """Wraps the user's optimizer: `step` and `zero_grad` act once an update, not at each micro-batch.
 
     State, param groups, hooks and everything else are the wrapped optimizer's own (`.optimizer`). A copy or pickle
     holds a copy of it, which steps by itself: without the run's window, loss scale and kernels.
@@ -98,8 +99,7 @@ class PreparedOptimizer(WrappingOptimizer):
         self._drop_gradients = drop_gradients
         self.turn = window.turns.setdefault(optimizer, Turn())
         self.engine = engine or Engine(optimizer, free=False)
-        # On a stage without parameters, too: whether overflows are read on the device must be the same on all ranks.
-        fill_momentum(optimizer)
+        fill_momentum(optimizer)  # so that a first step may be skipped on the device
 
     def __reduce__(self) -> Any:
         return _copied, (self.optimizer,)
@@ -116,8 +116,8 @@ class PreparedOptimizer(WrappingOptimizer):
             What the wrapped optimizer's step returns, or None.
 
         Raises:
-            StepError: under accumulation, outside an `accumulate` block and before the window's number of backward
-                passes; inside `averaged`.
+            StepError: the call is inside `averaged`; or under accumulation outside of an `accumulate` block, and the
+                window lacks backward passes.
         """
         window, turn = self._window, self.turn
         if window.accumulation != 1 and not window.ends_at_step(turn):
@@ -128,9 +128,9 @@ class PreparedOptimizer(WrappingOptimizer):
                 window.refuse("step(closure)", "fp32 masters")
         if self._noted_gradients is not None:
             self.check_gradients()
-        # This update's gradients were added to those of the last one if no `zero_grad` came since the last step.
-        added = turn.spent and turn.phase is not Phase.STEPPED
-        if added and self._stepped_on is not None and self._stepped_on.present:
+        # A backward since the last step, and no `zero_grad`: it has added to gradients that were stepped on.
+        adds_to_spent = turn.spent and turn.phase is not Phase.STEPPED
+        if adds_to_spent and self._stepped_on is not None and self._stepped_on.present:
             raise StepError(
                 "gradients of the last update were not cleared, and this update's were added to them, which is wrong "
                 "where they are multiplied by a loss scale or handed to fp32 masters: call optimizer.zero_grad() after "
@@ -140,7 +140,7 @@ class PreparedOptimizer(WrappingOptimizer):
         self.closure = closure
         try:
             veto = self._ask_parts() if window.parts.step else None
-            if veto is True:  # the step is left out, since the gradients are of weights that are gone
+            if veto is True:  # leave the step out: a part has replaced the weights of which these are the gradients
                 self.set_clip(None)
                 turn.begin()
                 turn.skipped = torch.ones(())
@@ -150,7 +150,8 @@ class PreparedOptimizer(WrappingOptimizer):
         finally:
             self.closure = None
         self.updates += 1
-        turn.phase = Phase.STEPPED  # again, where a closure ran backward
+        turn.phase = Phase.STEPPED  # also under a closure, whose backward has begun another update
+        # Where to add to gradients that were stepped on would be wrong, note one of them, to refuse that.
         if self._scaler.scales or self._masters is not None or (low_precision and window.accumulation != 1):
             snapshots = (Snapshot(parameter) for _, parameter in self.parameters() if parameter.grad is not None)
             self._stepped_on = next(snapshots, None)
@@ -181,12 +182,12 @@ class PreparedOptimizer(WrappingOptimizer):
             closure, parameters = self.closure, [p for p in parameters_of(self) if p.requires_grad]
             return self.engine.averages.follow_step(parameters, lambda: scaler.step(self.optimizer, closure))
         if scaler.enabled and can_clip_in_step([self]):
-            clip_in_step([self], float("inf"), scaler)
+            clip_in_step([self], float("inf"), scaler)  # clips nothing: the step unscales as it reads gradients
         clip, found_inf = turn.clip, veto
         if clip is not None:
             clip.gradients()  # checks that they are those that were measured
         if scaler.enabled:
-            found_inf = scaler.begin_step(self.optimizer)
+            found_inf = scaler.begin_step(self.optimizer)  # sets turn.skipped
             if veto is not None:  # the scaler does not see it, so a veto does not move the loss scale
                 found_inf = torch.maximum(found_inf, veto.to(found_inf.device))
         if veto is not None or not scaler.enabled:
@@ -203,7 +204,7 @@ class PreparedOptimizer(WrappingOptimizer):
         result = self._step(veto)
         if self._masters is not None:
             if self.engine.reads_low:
-                self._masters.clear()
+                self._masters.clear()  # kernels have written the low-precision parameters
             else:
                 self._masters.write_back()
         if self._sums is not None and self._sums.on:
@@ -231,7 +232,7 @@ class PreparedOptimizer(WrappingOptimizer):
     # -- the gradients -------------------------------------------------------------------------------------------------
 
     def resume_accumulating(self) -> None:
-        """Before a backward that adds to gradients: apply a clip that waits for the step, or begin the next update."""
+        """Prepare for a backward that adds to gradients: apply a clip that waits for the step, or begin an update."""
         self.apply_clip()
         if self.turn.phase is Phase.STEPPED and not self._scaler.enabled:
             self.turn.begin()
@@ -288,7 +289,7 @@ class PreparedOptimizer(WrappingOptimizer):
         turn.spent = False
         if turn.clip is not None:
             self.set_clip(None)
-        if turn.phase is not Phase.STEPPED or not self._scaler.enabled:
+        if turn.phase is not Phase.STEPPED or not self._scaler.enabled:  # else the scaler's `update` begins the next
             turn.begin()
         self._noted_gradients = None
         self.optimizer.zero_grad(set_to_none)
@@ -316,7 +317,7 @@ class PreparedOptimizer(WrappingOptimizer):
             self._masters.gather(free)
 
     def parameters(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters of the param groups, each with the model's: itself, or the one whose master it is."""
+        """Pairs of a parameter of the param groups and the model's: the same one, or the one whose master it is."""
         low_by_master = {} if self._masters is None else self._masters.low
         return [(stepped, low_by_master.get(id(stepped), stepped)) for stepped in parameters_of(self)]
 
@@ -365,7 +366,7 @@ class PreparedOptimizer(WrappingOptimizer):
 
     def replace_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """Replace all states by these, in the form of `state`. Parameters with masters become these, rounded."""
-        optimizer, states = self.optimizer, self._without_stale(states)
+        optimizer, states = self.optimizer, self._without_stale_averages(states)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.replace_states(states)
         else:
@@ -378,14 +379,14 @@ class PreparedOptimizer(WrappingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this or of the plain optimizer; how the step runs (fused, foreach) stays as it is."""
         if "state" in state_dict:  # a class may have a form of its own
-            state_dict = {**state_dict, "state": self._without_stale(state_dict["state"])}
+            state_dict = {**state_dict, "state": self._without_stale_averages(state_dict["state"])}
         self.optimizer.load_state_dict(keep_implementation(self.optimizer, state_dict))
         fill_momentum(self.optimizer)
 
-    def _without_stale(self, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def _without_stale_averages(self, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """`states` without averages of the weights where this run keeps none; says so once in the log."""
-        # No step would move them, and a later run would take them for averages of its weights. Another class than
-        # torch's and ours may use the key "ema" itself.
+        # No step would move them, and a later run would take them for averages of its weights. Classes that are neither
+        # torch's nor ours keep theirs: the key "ema" may be one of their own.
         optimizer = self.given
         if self.engine.averages.decay is not None:
             return states
@@ -430,8 +431,8 @@ def clip_in_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scale
     Under a loss scale the norm is of gradients divided by it, and an overflow in any of them skips all steps.
     """
     counting = optimizers[0].engine.counting
-    for optimizer in optimizers if counting.add is not None else ():
-        for parameter in parameters_of(optimizer):
+    if counting.add is not None:
+        for parameter in chain.from_iterable(map(parameters_of, optimizers)):
             counting.settle(parameter)
     gradients_by_optimizer = [o.engine.gradients() for o in optimizers]
     has_gradients = any(gradients_by_optimizer)
@@ -460,8 +461,9 @@ def clip_in_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scale
             found_inf = scaler.max_over_ranks(found_inf, has_gradients)
         elif not has_gradients and not rank_counts[0].item():
             raise StepError(NO_GRADIENTS)
-    for optimizer in optimizers if not scaler.enabled else ():
-        optimizer.turn.begin()
+    if not scaler.enabled:
+        for optimizer in optimizers:
+            optimizer.turn.begin()
     scaler.leave_to_steps([o.optimizer for o in optimizers], found_inf if scale is not None else None)
     for optimizer, gradients in zip(optimizers, gradients_by_optimizer):
         optimizer.set_clip(Clip(result.factor, gradients))
@@ -475,7 +477,7 @@ def can_clip_in_step(optimizers: Sequence[PreparedOptimizer]) -> bool:
     if len({o.engine.counting.add is None for o in optimizers}) > 1:
         return False
     phases = {o.turn.phase for o in optimizers}
-    # Without a scale, gradients that are clipped after a step are made by the script itself.
+    # Without a loss scale any phase will do: after a step, the script has called loss.backward() by itself.
     return not optimizers[0]._scaler.enabled or (len(phases) == 1 and Phase.STEPPED not in phases)
 
 
@@ -490,7 +492,7 @@ class PreparedScheduler:
         optimizers: the prepared optimizers it drives.
 
     Attributes:
-        each_update: whether the script's last call followed the one before by one update, and had no arguments.
+        each_update: whether the script's last call had no arguments and came one update after the call before.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -514,10 +516,11 @@ class PreparedScheduler:
             kwargs: likewise.
         """
         updates = self.behind
-        if missed := max(updates, default=0):
-            self.each_update = missed == 1 and not args and not kwargs
+        most_updates = max(updates, default=0)
+        if most_updates:
+            self.each_update = most_updates == 1 and not args and not kwargs
         self.behind = [0] * len(updates)
-        # Several updates in a row are not all skipped: the scale falls with each.
+        # Of several updates in a row at least one is taken as made: each that is skipped lowers the loss scale.
         pairs = zip(updates, self.optimizers)
         if any(n > 1 or (n == 1 and not optimizer.step_was_skipped) for n, optimizer in pairs):
             self.scheduler.step(*args, **kwargs)

@@ -88,7 +88,7 @@ def identity(model: nn.Module) -> Identity:
 
 
 class Preparation:
-    """The table of all objects that one run has prepared, in the order they came, and the way of each into it."""
+    """Prepares the objects of one run, and keeps them in tables, in the order in which they came."""
 
     refuses_unprepared = False  # steps of unprepared optimizers inside a window are refused
 
@@ -105,7 +105,7 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
-        self._prepared_by_id: dict[int, Any] = {}  # id of a user's object, and of the prepared one → the prepared one
+        self._prepared_by_id: dict[int, Any] = {}  # ids of the user's object and of the prepared one → the prepared one
         self.owner: dict[int, str] = {}  # id of a prepared parameter → its name
         self.identities: dict[int, Identity] = {}  # by id of a model
         self.stepped_by: dict[int, PreparedOptimizer] = {}  # by id of a parameter
@@ -113,23 +113,24 @@ class Preparation:
         self.sums = optim.Sums(self.masters)  # of low-precision gradients over a window, in fp32
         # Batch-norms that became synchronised ones, and the classes they had.
         self.converted: list[tuple[nn.Module, type]] = []
-        self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
+        self._raised: dict[int, torch.dtype] = {}  # id of a parameter raised to fp32 → the dtype that it came in
         self._why_not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
         self._compiling = Compiling(options.compile) if options.compile else None
         self._removals: list[Callable[[], None]] = []  # of hooks, and of the check of unprepared optimizers
         self._weights_notes: list[str] = []  # in the plan
         self._take_strategy(strategy)
+        # The window refuses calls as the run does. It belongs to the run, so it holds the run weakly.
         reference = weakref.ref(run)
-        # The window belongs to the run, so it holds the run weakly.
         run.window.refuse = lambda *words: reference().refuse(*words)  # type: ignore[union-attr]
         if strategy.context_size > 1:
             shared = f"{strategy.context_size} neighbouring processes share each sequence"
             run.refine("strategy", f"{run.plan.strategy.reason}; {shared}")
         seed = run.plan.settings.seed
-        self._has_seed = seed is not None  # the same on all ranks
-        self._diverges = options.diverge and self._has_seed  # all ranks draw from one random stream, until they differ
         # Of the data order and of ranks' random streams; the same on all ranks once something is prepared.
         self.seed = torch.initial_seed() if seed is None else seed
+        self._has_common_seed = seed is not None  # whether `seed` is the same on all ranks
+        # Whether all ranks still draw from one random stream, so that the first models give each rank one of its own.
+        self._will_diverge = options.diverge and self._has_common_seed
 
     @property
     def batch(self) -> str:
@@ -159,18 +160,19 @@ class Preparation:
         if run.world.size > 1:
             lines = [f"forward methods {names}" for names in methods_of.values()]
             seeds = compare_prepared(run, objects, self._options.records, lines)
-        if not self._has_seed:  # take rank 0's
-            self._has_seed, self.seed, self._diverges = True, seeds[0], self._options.diverge and len(set(seeds)) == 1
+        if not self._has_common_seed:
+            self._has_common_seed, self.seed = True, seeds[0]  # rank 0's
+            self._will_diverge = self._options.diverge and len(set(seeds)) == 1
         if models:
             self._change_models(models, optimizers, any(methods_of.values()))
         default = run.plan.settings.device_placement
-        placements = [default if moved is None else moved for moved in device_placement or [None] * len(objects)]
+        placements = [default if choice is None else choice for choice in device_placement or [None] * len(objects)]
         new: list[Any] = []
         steps: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
             (nn.Module, partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)),
             (Optimizer, self._prepare_optimizer),
             (DataLoader, self._prepare_loader),
-            (object, self._prepare_scheduler),
+            (object, self._prepare_scheduler),  # all else, which refuses what is no scheduler
         )
         for kind, prepare_item in steps:
             for item, placement in zip(objects, placements):
@@ -178,9 +180,9 @@ class Preparation:
                     is_ready = isinstance(item, PREPARED)
                     prepared_by_id[id(item)] = item if is_ready else prepare_item(item, placement)
                     new.append(prepared_by_id[id(item)])
-        if models and self._diverges and self.strategy.data_rank:
-            diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
-            self._diverges = False
+        if models and self._will_diverge and self.strategy.data_rank:
+            diverge(self.strategy.data_rank)  # the same for ranks that share their data: they draw the same dropout
+            self._will_diverge = False
         for notify in run.parts.prepared:
             notify(new)
         return [prepared_by_id[id(item)] for item in objects]
@@ -229,7 +231,7 @@ class Preparation:
         for notify in run.parts.preparing:
             notify(models, optimizers)
         if self._compiling:
-            if run.plan.compile is not None:  # not asked for, so left out where it cannot be
+            if run.plan.compile is not None:  # the plan's idea, not the user's: leave out models where it is impossible
                 models = [model for model in models if can_compile(model)]
                 if not models:
                     reason = "no repeated blocks, or compiled already: compile=True compiles a whole model"
@@ -259,16 +261,17 @@ class Preparation:
             world.set_group_timeouts()
         if precision.masters or (strategy.sums and run.window.accumulation != 1):
             refuse_sparse(model, SUMMED_DENSE, "keep its weights in fp32", narrow=True)
-        no_sync, no_double_backward = partial(self._no_sync, model), run.refused.get("create_graph=True", "")
-        route = Route(model, wrapped, no_sync, world.blame, parts, no_double_backward, model)
-        watching = (part for part in parts.all if part.needs_views and type(part).forward is not Part.forward)
-        watched = self._options.always_views or bool(parts.forward and any(watching))
-        make_view(route, methods_of[id(model)], strategy.sharded, watched)
+        no_sync = partial(self._no_sync, model)
+        refusal = run.refused.get("create_graph=True", "")
+        route = Route(model, wrapped, no_sync, explain=world.blame, parts=parts, no_double_backward=refusal, view=model)
+        watching_parts = (part for part in parts.all if part.needs_views and type(part).forward is not Part.forward)
+        always_view = self._options.always_views or bool(parts.forward and any(watching_parts))
+        make_view(route, methods_of[id(model)], strategy.sharded, always_view)  # sets route.view
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         if strategy.sums and (self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())):
-            self._sum_in_fp32()
+            self._sum_in_fp32()  # of earlier models, too
         return route.view
 
     def _raise_weights(self, model: nn.Module) -> None:
@@ -301,8 +304,8 @@ class Preparation:
     # -- optimizers
 
     def _prepare_optimizer(self, optimizer: Optimizer, placement: bool) -> PreparedOptimizer:
-        run, strategy, precision, kind = self._run, self.strategy, self._run.precision, type(optimizer).__name__
-        settings, groups = run.plan.settings, optimizer.param_groups
+        run, strategy, precision = self._run, self.strategy, self._run.precision
+        settings, groups, kind = run.plan.settings, optimizer.param_groups, type(optimizer).__name__
         remedy = "prepare the model in the same call or before, and build the optimizer from that model's parameters"
         for number, group in enumerate(groups):
             self._check_unclaimed(f"{kind} holds", f" (param group {number})", group["params"], remedy)
@@ -311,24 +314,26 @@ class Preparation:
         if rows and isinstance(optimizer, torch.optim.Adam) and any(group["eps"] < 1e-4 for group in groups):
             conflicts.check({precision.name, SMALL_EPS}, rows)
         if optimizer.state:
-            follow(optimizer, self._raised)
+            follow(optimizer, self._raised)  # states move, and become fp32, with their parameters
         masters = why_not_fused = None
         if precision.masters or any(p.dtype in LOW for p in parameters):
             masters = self._masters_for(optimizer, parameters)
-            self._keep_frozen(optimizer, parameters)
+            self._watch_frozen(optimizer, parameters)
         if isinstance(optimizer, optim.OwnOptimizer) and not settings.fused:
-            for group in groups:  # those of Apex's layer have an engine of their own
+            for group in groups:  # also for an engine that the optimizer has itself, as those of Apex's layer do
                 group["fused"] = group.get("fused") or False
         elif settings.fused and not isinstance(optimizer, optim.OwnOptimizer):
             why_not_fused = optim.fuse(optimizer, [route.original for route in self.models])
-        stepping, counting, is_alone = strategy.spread(optimizer), strategy.counting, run.world.size == 1
+        stepping = strategy.spread(optimizer)
+        counting, is_alone = strategy.counting, run.world.size == 1
         if isinstance(stepping, optim.OwnOptimizer) and counting.add is not None:
             stepping.counting = counting
         free = settings.fused and not any(part.steps_in_backward for part in run.parts.all)
-        rounding = (torch.bfloat16, (settings.seed or 0) % 2**63) if settings.stochastic_rounding else ()
-        options, scaled = optim.EngineOptions(settings.ema_decay, *rounding), run.scaler.enabled
+        options = optim.EngineOptions(settings.ema_decay)
+        if settings.stochastic_rounding:
+            options = optim.EngineOptions(settings.ema_decay, torch.bfloat16, (settings.seed or 0) % 2**63)
         engine = optim.Engine(
-            stepping, options, counting, free=free, masters=masters, failed=self._use_torch, scaled=scaled
+            stepping, options, counting, free=free, masters=masters, failed=self._use_torch, scaled=run.scaler.enabled
         )
         if not is_alone and run.world.device.type == "cuda":
             same_kernels(run.world, stepping, engine)
@@ -337,23 +342,24 @@ class Preparation:
             stepping, run.window, run.scaler, optimizer, masters, self.sums, engine, drop_gradients
         )
         self.stepped_by.update((id(p), prepared) for p in parameters)
-        vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
+        vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)  # `release` removes it
         self.optimizers.append(prepared)
         if settings.fused:
             self._why_not_fused[prepared] = why_not_fused
             self._note_steps()
         return prepared
 
-    def _drop_gradients(self, parameters: Callable[[], set[int]]) -> None:
+    def _drop_gradients(self, parameter_ids: Callable[[], set[int]]) -> None:
         """Drop what the strategy keeps of these parameters' gradients beside ``.grad``."""
         for route in self.models:
-            self.strategy.drop(route.module, parameters)
+            self.strategy.drop(route.module, parameter_ids)
 
     def _masters_for(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Masters | None:
         """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically."""
         policy, kind = self._run.precision, type(optimizer).__name__
         low = [p for p in parameters if p.requires_grad and p.dtype in LOW]
-        if not policy.masters and not (low and policy.keeps_updates):
+        keeps_updates = bool(low) and policy.keeps_updates  # small ones, by masters or by stochastic rounding
+        if not policy.masters and not keeps_updates:
             return None
         number = f"{sum(p.numel() for p in low):,} low-precision parameters"
         if not policy.masters:
@@ -371,11 +377,11 @@ class Preparation:
 
     def round_updates(self) -> None:
         """Round low-precision updates to nearest, as Fabric does: no masters, stochastic rounding or fp32 layers."""
-        vars(self._run.precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)
+        vars(self._run.precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)  # not the class's
         self._run.refine("precision", "all in one low precision, and updates are rounded to nearest")
 
-    def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Refuse later steps if one of `parameters` that is frozen now, in low precision, was unfrozen since."""
+    def _watch_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Let later steps check that low-precision `parameters` that are frozen now still are."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if frozen and not self._run.precision.masters and self._run.precision.keeps_updates:
 
@@ -395,28 +401,28 @@ class Preparation:
                     "prepare again)"
                 )
 
-    def _check_unclaimed(self, holder: str, group: str, parameters: Iterable[Tensor], remedy: str) -> None:
-        """Check that `parameters` belong to prepared models, and that no prepared optimizer steps them."""
+    def _check_unclaimed(self, subject: str, group: str, parameters: Iterable[Tensor], remedy: str) -> None:
+        """Refuse parameters of no prepared model, or of another prepared optimizer; the error begins with `subject`."""
         for parameter in parameters:
             if id(parameter) not in self.owner:
                 shape = tuple(parameter.shape)
                 raise PrepareError(
-                    f"{holder} a parameter of shape {shape}{group} that belongs to no prepared model: {remedy}"
+                    f"{subject} a parameter of shape {shape}{group} that belongs to no prepared model: {remedy}"
                 )
             if id(parameter) in self.stepped_by:
                 raise PrepareError(
-                    f"{holder} parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps "
+                    f"{subject} parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps "
                     "already: give each parameter to one optimizer (free_memory() lets go of the old ones)"
                 )
 
     def _add_param_group(self, optimizer: Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]) -> None:
         """Replaces `add_param_group` of the user's optimizer, and calls it."""
-        items = group["params"]
-        if not isinstance(items, (Tensor, set)):  # torch refuses a set, which has no order
-            items = group["params"] = list(items)
-        named_parameters = [items] if isinstance(items, Tensor) else items
-        added = [item[1] if isinstance(item, tuple) else item for item in named_parameters]
-        if self._run.world.size == 1:  # nothing is averaged, so parameters that models got since then will do
+        params = group["params"]  # a tensor, or several, or pairs of name and tensor, as in torch
+        if not isinstance(params, (Tensor, set)):  # torch refuses a set, which has no order
+            params = group["params"] = list(params)
+        items = [params] if isinstance(params, Tensor) else params
+        added = [item[1] if isinstance(item, tuple) else item for item in items]
+        if self._run.world.size == 1:  # no rank averages: accept parameters that models got after `prepare`
             for route in self.models:
                 self.owner.update((id(p), name) for name, p in route.original.named_parameters())
         self._check_unclaimed(f"{type(optimizer).__name__}.add_param_group got", "", added, ADD_BEFORE_PREPARE)
@@ -424,13 +430,13 @@ class Preparation:
         if self._run.precision.keeps_updates and not prepared.has_masters and not rounds:
             self._refuse_unfrozen(added)
         type(optimizer).add_param_group(optimizer, group)
-        self._keep_frozen(optimizer, added)
+        self._watch_frozen(optimizer, added)
         prepared.group_added()
         self.stepped_by.update((id(p), prepared) for p in added)
 
     def _note_steps(self) -> None:
         """Put into the plan which step runs of each optimizer, and why."""
-        reasons_of: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
+        reasons_by_step: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
         for optimizer, why_not_fused in self._why_not_fused.items():
             engine, original, kind = optimizer.engine, optimizer.given, type(optimizer.given).__name__
             step, reason = "as given" if why_not_fused else "fused", why_not_fused or f"torch's fused {kind}"
@@ -442,9 +448,9 @@ class Preparation:
                 reason = f"easymp's {kind} by {inner.name}: {inner.reason}"
             elif engine.reason and self._run.world.device.type == "cuda":
                 reason = f"{reason}: {engine.reason}"
-            reasons_of[step].append(reason)
-        reasons = "; ".join(dict.fromkeys(chain.from_iterable(reasons_of.values())))
-        self._run.refine("optimizer", reasons, ", ".join(filter(reasons_of.get, reasons_of)))
+            reasons_by_step[step].append(reason)
+        reasons = "; ".join(dict.fromkeys(chain.from_iterable(reasons_by_step.values())))
+        self._run.refine("optimizer", reasons, ", ".join(step for step in reasons_by_step if reasons_by_step[step]))
 
     def _use_torch(self, reason: str) -> None:
         """Called when kernels fail, and torch steps from now on."""
@@ -522,7 +528,8 @@ class Preparation:
     @contextmanager
     def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
         """A context in which ranks may run out of batches; at its end they follow the one with the most updates."""
-        window, loaders = self._run.window, self.loaders if even_batches is not None else []
+        window = self._run.window
+        loaders = [] if even_batches is None else self.loaders
         if self.converted:
             raise RefusedError(str(conflicts.BATCHNORM_AND_JOIN))
         if window.accumulation != 1 and self._run.world.size > 1:
@@ -532,7 +539,7 @@ class Preparation:
         former = [loader.even_batches for loader in loaders]
         for loader in loaders:
             loader.even_batches = bool(even_batches)
-        # Ranks that are done do not take part; gradients are the same on those that are not.
+        # Ranks that have no batch left take no part in the window; gradients are the same on the others.
         window.joining = True
         try:
             with self.strategy.join([route.module for route in self.routes(models)]):
@@ -570,7 +577,7 @@ class Preparation:
             vars(optimizer.given).pop("add_param_group", None)
         self.sums.clear()
         for route in self.models:
-            single_module = self._run.precision.forward(route.original, self._run.world.device)
+            single_module = self._run.precision.forward(route.original, self._run.world.device)  # without the strategy
             route.module = self.strategy.release(route.module, single_module)
         if self._compiling:
             self._compiling.undo()
