@@ -232,9 +232,9 @@ OPTIMIZER_REMEDY = "Accelerator(ema_decay=…), the setting stochastic_rounding,
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` for the closest of `known` in any case of letters, or ``""`` where none is close.
+    """Return a hint for a wrong `name`: ``", did you mean 'x'?"`` with the closest of `known`, ``""`` if none is close.
 
-    A name of which `name` is the beginning is close, too. What all names share (``--``, ``EASYMP_``) does not count.
+    A known name that begins with `name` is close. Case and a common beginning (``--``, ``EASYMP_``) are ignored.
     """
     if remedy := REMOVED.get(str(name).lower().removeprefix("easymp_")):
         return f": it was removed. Instead: {remedy}."

@@ -398,7 +398,7 @@ def _read(file: ProjectFile, fields: Mapping[str, dataclasses.Field[Any]], table
 
 
 def as_record(kind: type[T], owner: str, options: Any) -> T:
-    """`owner`'s options as a `kind`: `options` itself, or made of a mapping's values, or the defaults for None."""
+    """Convert the `options` of `owner` to the dataclass `kind`; they may be one, or a mapping, or None for defaults."""
     if isinstance(options, kind):
         return options
     if dataclasses.is_dataclass(options) and issubclass(kind, type(options)):

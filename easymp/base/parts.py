@@ -28,8 +28,8 @@ class Part:
 
     Attributes:
         name: identifies the part in checkpoints, in the plan and in errors; one part of a name in a run.
-        loader: of events: a prepared loader.
-        optimizer: of events: a prepared optimizer.
+        loader: (an argument of events) a prepared loader.
+        optimizer: (an argument of events) a prepared optimizer.
 
     Example:
         >>> class LargestLoss(easymp.Part):

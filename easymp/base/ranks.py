@@ -148,7 +148,7 @@ def read() -> Announced | str:
 
 
 def read_node() -> Announced | str:
-    """The announced node, or process, whose ranks this launching process starts; or the reason, as `read`."""
+    """The node or process announced to this launcher, which starts its ranks; or the reason for none, as `read`."""
     if env.read("TORCHELASTIC_RUN_ID") is not None and env.integer("WORLD_SIZE", 1) > 1:
         raise WorldError(
             f"this process is rank {env.read('RANK')} of {env.read('WORLD_SIZE')}, which torchrun or `easymp launch` "

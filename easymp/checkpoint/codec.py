@@ -247,7 +247,7 @@ class ArrayName(TensorName):
 
 
 def unpack(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
-    """Rebuild the value that `pack` was given; `tensor` returns the tensor of a name, whose memory an array shares."""
+    """Rebuild the value that `pack` was given. `tensor` returns the tensor of a name; arrays share its memory."""
     if depth > DEPTH:
         raise CheckpointError(f"a state has more than {DEPTH} levels, which easymp never stores")
     if isinstance(value, list):

@@ -191,8 +191,8 @@ def gather(
         device: where the tensors arrive; None: the run's.
 
     Raises:
-        CheckpointError: tensors of another model, or one that no rank has; or a rank has left, and why. An error
-            thrown into the generator is the reason that the others raise.
+        CheckpointError: the ranks' models differ, no rank has a tensor, or a rank has left. The reason of a rank that
+            left is the error that was thrown into its generator.
     """
     specs = specs_of(tensors, dtype)
     shards: dict[str, LocalChunks] = {}  # that this rank sends to `target`

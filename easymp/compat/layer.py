@@ -126,7 +126,7 @@ def unless_set(settings: Settings, name: str, argument: Any, default: str) -> An
 
 
 def plain_steps_on_cpu(settings: Settings, cpu: bool) -> Settings:
-    """Settings under which optimizers step on CPUs as the peers leave them: torch's fused steps round otherwise."""
+    """Switch fused steps off on CPUs, as the peers do: they round otherwise. Settings that say `fused` stay."""
     on_cpu = cpu or torch.accelerator.current_accelerator(check_available=True) is None
     return resolve(settings, fused=False) if on_cpu and settings.source("fused")[0] is Source.DEFAULT else settings
 

@@ -42,7 +42,7 @@ class PreparedLoader(DataLoader[Any]):
         local_size: samples in the current batch on this rank; None if unknown.
         ended: epoch and position at the end of the last pass.
         finished: passes that began and ended since `replay`, outside of other loaders' passes.
-        tokens: at most so many in a batch of one rank, of samples one behind the other; None: by numbers of samples.
+        tokens: the largest number of tokens in a batch of one rank, of packed samples; None: batches count samples.
         items: ``num_items`` of the current batch where `tokens` is set.
         reads: batches since the last backward, where `tokens` is set.
 

@@ -232,7 +232,7 @@ class Watch:
     def ask(
         self, rank: int, question: str = "where", mailbox: Mailbox | None = None, patience: float = PATIENCE
     ) -> str:
-        """The answer of `rank` to a question of `told`, or "" where it does not answer."""
+        """Ask `rank` one of the questions that `told` answers; returns the answer, "" if none comes in time."""
         mailbox = mailbox or self._questions
         key = f"answer/{self.rank}-{rank}-{mailbox.store.add('answers', 1)}"
         mailbox.send(str(rank), f"{question} {key}")

@@ -338,7 +338,7 @@ class World:
     def gather(self, tensor: Tensor, step: int = 1) -> Tensor:
         """All ranks' tensors, joined along dimension 0, on every rank. Scalars become one element; shapes must agree.
 
-        Only ranks 0, `step`, 2 × `step` … count, where `step` neighbours hold the same.
+        Where `step` neighbouring ranks hold the same tensor, only those of ranks 0, `step`, 2 × `step` … are joined.
         """
         tensor = tensor.detach()
         if tensor.ndim == 0:
@@ -426,7 +426,7 @@ class World:
 
 
 def check_backend(backend: str | None, device: torch.device) -> None:
-    """Raise RefusedError for another `backend` than the one of collectives on `device`; None is any."""
+    """Raise RefusedError for a `backend` that is not the one of collectives on `device`; None passes."""
     name = BACKENDS.get(device.type, "gloo")
     if backend is not None and backend not in (name, name.rpartition(":")[2]):
         raise RefusedError(f"backend={backend!r} on {device.type}: collectives there are {name!r}. Leave it out")

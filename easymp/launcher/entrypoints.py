@@ -172,7 +172,7 @@ def notebook_launcher(
         another process.
 
     Raises:
-        TypeError: an option that Accelerate has not.
+        TypeError: an option that Accelerate does not have.
         RefusedError: CUDA is initialised in this process already, a process group is running, or several machines are
             to take part.
         SettingError: an impossible number of processes, or no possible port.

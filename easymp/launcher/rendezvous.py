@@ -443,7 +443,7 @@ class MultiNode(SingleNode):
         return [r._replace(failure=r.failure and Failure(*r.failure)) for r in reports]
 
     def _is_final(self, report: Report) -> bool:
-        """Whether it ends the run here, too. Where nodes may come and go, a node that was stopped only leaves."""
+        """Whether `report` ends the run here, too. In an elastic run, a node that a signal has stopped only leaves."""
         return report.signal is None or report.is_main or not self._config.elastic
 
 

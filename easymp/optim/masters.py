@@ -148,7 +148,8 @@ class Masters:
 class _MovedGradient:
     """A gradient that has moved to a master and is still the parameter's.
 
-    `shown`: made for the script, which may change it by any means, ``.data`` included, until the first look.
+    `shown`: easymp made the parameter's gradient for the script to read and change, also by ``.data``, which leaves no
+    trace. The first `follow_change` therefore compares values.
     """
 
     def __init__(self, parameter: Tensor, master: Tensor, shown: bool = False) -> None:
@@ -180,7 +181,7 @@ class _MovedGradient:
 
 
 def added(gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
-    """fp32 `totals`, made where there is none, with low-precision `gradients` added; StepError for a sparse one."""
+    """Add low-precision `gradients` to fp32 `totals`, where None begins one; StepError for a sparse gradient."""
     if any(g.is_sparse for g in gradients):
         raise StepError(
             "a sparse gradient of a low-precision parameter cannot be summed in fp32: use Embedding(sparse=False), or "
@@ -211,7 +212,7 @@ class Sums:
         self.on, self._parameters = True, parameters
 
     def begin(self) -> None:
-        """Before a backward: take up sums again that an earlier one of this micro-step has handed over."""
+        """Prepare for a backward: take back the sums that an earlier backward of this micro-step has handed over."""
         if not self._handed_over:
             return
         self._handed_over = False

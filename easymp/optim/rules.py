@@ -232,7 +232,7 @@ class Lists:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """With the factor in them."""
+        """The tensors, multiplied by the factor."""
         return self.bare if self.factor == 1.0 else list(torch._foreach_mul(self.bare, self.factor))
 
     def _operand(self, operand: Tensor) -> list[Tensor]:

@@ -385,7 +385,7 @@ class ShardedOptimizer(WrappingOptimizer):
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """Whole parameter → its state; tensors that are cut are DTensors on the shards' memory. Read only."""
+        """Whole parameter → its state. Sharded tensors are DTensors on the shards' memory. The mapping is read-only."""
         return _States(self)
 
     def laid_out(self, parameters: Sequence[Tensor]) -> list[Tensor]:

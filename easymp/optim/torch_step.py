@@ -330,7 +330,7 @@ class GradientsLeft(FirstGradient):
         return dict(zip(present, fp32_norms([gradients[snapshot] for snapshot in present])))
 
     def check_unchanged(self) -> None:
-        """StepError if one was changed. One that was cleared is not there to be stepped on."""
+        """Raise StepError if a gradient was changed. A cleared one is ignored: no step uses it."""
         for parameter, gradient, storage in self._storages:
             if parameter.grad is not None and parameter.grad is gradient() and storage_id(parameter.grad) != storage:
                 raise StepError(

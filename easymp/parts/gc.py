@@ -36,7 +36,7 @@ class GarbageCollection(Part):
             gc.collect()
 
     def released(self) -> None:
-        """As before the first update; the next one is the first again."""
+        """Restore the collector's state; the next update counts as the first one."""
         if self._put_back is not None:
             self._put_back()
         self._updates = 0

@@ -149,7 +149,7 @@ class StepInBackward(Part):
             )
 
     def after_backward(self) -> None:
-        """Leave each optimizer one gradient of zeros, the smallest: it shows whether the script changes gradients."""
+        """Give each optimizer's smallest parameter a gradient of zeros, by which `step` sees changes by the script."""
         for optimizer in self.run.prepared.optimizers:
             freed = [p for p in parameters_of(optimizer) if id(p) in self._stepped and p.grad is None]
             if freed:

@@ -223,7 +223,7 @@ class Replicas(Part):
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A checksum of the bits of `tensor`, int64: of each element by its place."""
+    """A checksum (int64) of the bits of `tensor`. It depends on the order of the elements."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     total = torch.ones((), dtype=torch.int64, device=tensor.device)
     for chunk in values.detach().view(INTEGERS[values.element_size()]).reshape(-1).split(CHUNK):

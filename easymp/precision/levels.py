@@ -161,7 +161,7 @@ def as_listed(cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any) 
 
 @cache
 def _attention() -> Callable[..., Any]:
-    """torch's multi_head_attention_forward without its check for modes: our mode would call itself without end."""
+    """torch's multi_head_attention_forward without its check for modes, by which our mode would call itself forever."""
     original = functional.multi_head_attention_forward
     names = {**original.__globals__, "has_torch_function": lambda _: False}
     function = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
@@ -308,7 +308,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:
-    """Cast floating-point parameters and buffers in place, with `keep_batch_norm` not in affine batch-norm layers."""
+    """Cast floating-point parameters and buffers in place; `keep_batch_norm` leaves affine batch-norm layers out."""
     for module in model.modules():
         if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine):
             module._apply(lambda t: cast(t, dtype), recurse=False)

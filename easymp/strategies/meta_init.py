@@ -22,7 +22,7 @@ LEFT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def left_to_others(model: nn.Module) -> bool:
-    """Whether `model` is one of `LEFT`, or a part or a view of it, which has its attributes."""
+    """Whether `model` is one of `LEFT` or a submodule of one, or a view of these, which shares the ``__dict__``."""
     return any(vars(module) is vars(model) for divided in LEFT for module in divided.modules())
 
 
@@ -55,7 +55,7 @@ def materialise(
     visited: set[int] = set()
 
     def visit(module: nn.Module, in_holder: bool) -> Iterator[nn.Module]:
-        """Yield modules whose values are final. Those inside a holder, which may change them, come with the holder."""
+        """Yield modules once their values are final: those inside a holder after the holder, which may change them."""
         if id(module) in visited:
             return
         visited.add(id(module))

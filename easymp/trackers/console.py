@@ -39,7 +39,7 @@ WINDOW = 10.0  # seconds over which rates are taken on a terminal
 
 
 class Mark(NamedTuple):
-    """Counts at a moment."""
+    """A time (seconds), and the counts of the run at that time."""
 
     time: float
     updates: int

@@ -330,7 +330,7 @@ class Logbook(Part):
 
 
 class ScriptTracker:
-    """Drives a tracker of the script, or one of its class, made with `options`."""
+    """Drives a tracker of the script: an object, or a class, which is called with `options`."""
 
     def __init__(self, name: str, tracker: Any, options: Mapping[str, Any]) -> None:
         if isinstance(tracker, type):

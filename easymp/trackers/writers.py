@@ -178,7 +178,7 @@ def _create(path: Path, suffix: str = ".jsonl") -> tuple[Path, BinaryIO]:
 
 
 def first_free(path: Path, create: Callable[[Path], T]) -> T:
-    """`create` at `path`, else at ``path-2``, ``path-3`` …: the first that raises no FileExistsError."""
+    """Call `create` on `path`, ``path-2``, ``path-3`` …, until one raises no FileExistsError; returns its result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

@@ -92,7 +92,7 @@ def _arguments(sample: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 class BatchNormOfOneRank(_BatchNorm):
-    """Stands for a `SyncBatchNorm`, which reads numbers of other ranks, where activations are counted."""
+    """Replaces a `SyncBatchNorm`, which needs the other ranks, while activations are counted."""
 
     def _check_input_dim(self, input: Tensor) -> None: ...
 

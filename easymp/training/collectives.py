@@ -397,7 +397,8 @@ def _together(
 ) -> T:
     """Apply `one` to every leaf of `tree`, after the ranks of `world` (None: only this one) have compared their trees.
 
-    Dimension `free` may differ. So may the order of a dict's keys, since leaves are visited in the order of paths.
+    `free` is the dimension whose size may differ between ranks. The order of a dict's keys may differ, too: leaves are
+    visited in the order of their paths.
     """
     tensors = list(leaf_paths(tree))
     if world is not None:

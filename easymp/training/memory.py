@@ -378,7 +378,7 @@ class AutoStrategy:
         self.total_need: Memory | None = None  # of all models so far
 
     def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy) -> Strategy:
-        """The first candidate that fits `models`, not yet wrapped. Only the first models can change the strategy."""
+        """The first strategy whose memory suffices for `models`. Once models are wrapped, the strategy stays."""
         plan, world, name = self._run.plan, self._run.world, strategy.name
         if self.total_need is not None:
             self.total_need += self.need(name, models, optimizers)

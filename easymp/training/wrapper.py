@@ -32,9 +32,8 @@ _MARK = "_easymp_forward"  # in the __dict__ of a decorated method
 def forward_method(method: Method) -> Method:
     """Mark a method that computes as forward does.
 
-    The prepared model calls it under autocast and the strategy, as the model itself.
-
-    The same as naming it in ``prepare(model, forward_methods=...)``.
+    The prepared model calls it under autocast and the strategy, as it calls forward. To name the method in
+    ``prepare(model, forward_methods=...)`` does the same.
 
     Args:
         method: a method of an nn.Module.

@@ -344,7 +344,7 @@ def _strategy(content: Mapping[str, Any]) -> str | None:
 
 
 def _sharding(value: Any) -> str:
-    """The name of FSDP1's way to shard, also of its number."""
+    """The upper-case name of FSDP1's sharding strategy, given by name or number."""
     name = str(value).upper()
     return dict(zip("12345", SHARDING)).get(name, name)
 

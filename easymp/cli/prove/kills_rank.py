@@ -176,10 +176,10 @@ class StateRecorder(SingleRunner):
             yield "the loss scale", digest(float(self.run.scaler.current_scale))
 
     def _script_state(self, frame: FrameType | None) -> tuple[dict[str, Value], dict[str, Value], dict[str, Value]]:
-        """Objects and plain variables of the script, and those that each round of a loop assigns anew.
+        """Three tables of the script's variables: objects, plain values, and those that each round of a loop assigns.
 
         Args:
-            frame: the innermost of the script. None: of loaders only.
+            frame: the innermost frame of the script; None: attributes of loaders only.
         """
         prepared = self.run.prepared
         prepared_objects = [self.acc, *(scheduler.scheduler for scheduler in prepared.schedulers)]
@@ -241,7 +241,7 @@ def members(label: str, value: Any) -> Iterator[Variable]:
 
 @cache
 def assignments(code: CodeType) -> dict[str, tuple[int, bool]]:
-    """The names that a function assigns: the first line, and whether loops assign the name before they read it."""
+    """Names that a function assigns → the first line that does, and whether loops assign them before they read them."""
     instructions = list(dis.get_instructions(code))
     loops = [(i.argval, i.offset) for i in instructions if "BACKWARD" in i.opname and isinstance(i.argval, int)]
     lines = dict.fromkeys(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_firstlineno)

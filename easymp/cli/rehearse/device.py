@@ -172,7 +172,7 @@ def waits_for(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def mismatch(line: str) -> str:
-    """Why a script fails that computes with a tensor on the host and one on the device."""
+    """The reason and remedy for an operation on tensors of the host and of the device."""
     return (
         f"{line or 'an operation'} computes with a tensor on the CPU and one on the device: make the former there, as "
         "in torch.zeros(3, device=acc.device), or move it by .to(acc.device)"

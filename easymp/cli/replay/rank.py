@@ -213,8 +213,8 @@ def compared(
 ) -> tuple[str, list[str]]:
     """The first difference of the run's ring and the replay's, and the random streams that differ.
 
-    The `last` update has not been stepped yet. A step with a `closure` would have evaluated it again: of the last one
-    the first loss is compared.
+    The replay stops before the step of the `last` update. With a `closure` that step would have computed further
+    losses, so only the first loss of the last update is compared.
     """
     streams: set[str] = set()
     for key in sorted(entries.keys() & replayed.keys()):

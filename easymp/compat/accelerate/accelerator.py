@@ -195,7 +195,7 @@ class Accelerator(accelerator.Accelerator, AllProcesses):
         return _current, ()
 
     def __getattr__(self, name: str) -> Any:
-        """What libraries know the lists of prepared objects by; other members of Accelerate's say what to write."""
+        """Lists of prepared objects by the names that libraries use; an error says what replaces another member."""
         if name in ("_optimizers", "_schedulers", "_dataloaders"):
             return getattr(self._prepared, name.replace("data", "").removeprefix("_"))
         hint = f": {layer.members[name]}" if name in layer.members else ""

@@ -98,7 +98,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def _sharding(strategy: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:
-    """The entry of SHARDING that FSDP1's `strategy` names, or FSDP2's `reshard`, a bool or such a name."""
+    """The entry of SHARDING for FSDP1's `strategy` (a name or a number), or for FSDP2's `reshard` (also a bool)."""
     if strategy is None and isinstance(reshard, bool):
         return "fsdp", FSDPOptions, reshard
     value = next((value for value in (strategy, reshard) if value is not None), "FULL_SHARD")

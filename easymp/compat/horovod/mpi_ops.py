@@ -71,7 +71,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Rank of this process among its ranks, of which it must be one; None before it is added."""
+        """Rank of this process in the set; None before the set is added. ValueError if the process is not in it."""
         if self.process_set_id is None:
             return None
         if not self.included():
@@ -184,7 +184,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def _query(name: str, summary: str, answer: Callable[[], T]) -> Callable[[], T]:
-    """`answer`, with a name and a docstring."""
+    """Return the function `answer`, after giving it a name and a docstring."""
     answer.__name__, answer.__qualname__, answer.__doc__ = name, name, summary
     return answer
 

@@ -350,7 +350,7 @@ class Fabric:
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:  # fmt: skip
-        """The model, or a tuple of it, its optimizers and the scheduler, for this run."""
+        """Set up a model for this run; returns it, or with optimizers or a scheduler a tuple that begins with it."""
         model = self._set_up_module("setup", module, move_to_device)
         prepared = [self._set_up_optimizer("setup", optimizer) for optimizer in optimizers]
         self.call("on_after_setup", fabric=self, module=model)
@@ -363,7 +363,7 @@ class Fabric:
         return self._set_up_module("setup_module", module, move_to_device)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """One or several optimizers; under a strategy that shards weights, of models that were set up before."""
+        """Set up one or several optimizers. Under a strategy that shards weights, set up their models before."""
         if not optimizers:
             raise ValueError("`setup_optimizers` requires at least one optimizer as input")
         prepared = tuple(self._set_up_optimizer("setup_optimizers", optimizer) for optimizer in optimizers)
@@ -621,7 +621,7 @@ class Fabric:
 
     @property
     def accelerator(self) -> Any:
-        """An AttributeError: there is no object of a device's kind."""
+        """Raise an AttributeError: easymp has no object like Fabric's accelerators."""
         raise AttributeError("fabric.accelerator is not part of easymp.compat: fabric.device has type and index")
 
     @property
