@@ -292,11 +292,6 @@ class Precision:
         """The dtype in which shards of fp32 parameters are gathered; None: as they are stored."""
         return None
 
-    @property
-    def output(self) -> torch.dtype | None:
-        """The dtype of a prepared model's outputs; None leaves them as they are."""
-        return None
-
     def convert(self, model: nn.Module) -> nn.Module:
         """Change the model itself (fp8 swap, O2/O3 cast)."""
         return model

@@ -426,8 +426,8 @@ class RuleOptimizer(OwnOptimizer):
             value = defaults.get(name)
             if value is not None and not value >= 0.0:
                 raise SettingError(f"{name}={value} must be a number of at least 0")
-        betas = defaults["betas"]
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        betas = defaults.get("betas")
+        if betas is not None and (len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas)):
             raise SettingError(f"betas={betas} must be two numbers from 0 to below 1; (0.9, 0.999) is usual")
         super().__init__(params, defaults)
 

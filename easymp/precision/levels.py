@@ -240,10 +240,6 @@ class O2(FP32):
     def refuse(facts: Facts) -> Refusal | None:
         return FP16.refuse(facts)
 
-    @property
-    def output(self) -> torch.dtype | None:
-        return self.options.output_dtype
-
     def convert(self, model: nn.Module) -> nn.Module:
         return cast_model(model, self.param, self.keeps_batch_norm)
 

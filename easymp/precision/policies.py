@@ -62,10 +62,6 @@ class Mixed(FP32):
     def gather(self) -> torch.dtype | None:
         return self.compute if self.options.enabled else None
 
-    @property
-    def output(self) -> torch.dtype | None:
-        return self.options.output_dtype
-
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return Autocast(model, device, self.compute, self.options) if self.options.enabled else model
 
