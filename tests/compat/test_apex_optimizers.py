@@ -23,7 +23,6 @@ from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
 FusedAdagrad, FusedAdam, FusedSGD = optimizers.FusedAdagrad, optimizers.FusedAdam, optimizers.FusedSGD
 FusedMixedPrecisionLamb = optimizers.FusedMixedPrecisionLamb
 APEX = tomllib.loads(Path(__file__).with_name("apex_names.toml").read_text())
-REFUSED = APEX.pop("refused").split()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -109,13 +108,6 @@ def test_names_and_signatures_are_apexs(address):
             shown = [n.name if n.default in (n.empty, required) else f"{n.name}={n.default}" for n in parameters]
             assert [parameter.replace(" ", "~") for parameter in shown[: len(expected)]] == expected, name
             assert all(n.kind is n.KEYWORD_ONLY for n in parameters[len(expected) :])  # options of ours
-
-
-def test_modules_and_names_that_are_refused_say_what_to_take():
-    for address in REFUSED:
-        module, _, name = address.rpartition(":")
-        with pytest.raises(ImportError, match=r"is not part of easymp\.compat: (use|it is|torch|start|nothing)"):
-            getattr(importlib.import_module(f"easymp.compat.apex.{module or name}"), name)
 
 
 @pytest.mark.parametrize(("kind", "options"), [(FusedAdam, {"master_weights": True}), (FusedMixedPrecisionLamb, {})])
