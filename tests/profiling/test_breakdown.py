@@ -200,15 +200,6 @@ def test_peaks_of_memory(device: str) -> None:
     assert count([e for e in events if e.name() != "[memory]"], {"ProfilerStep#0"}).peak == {}
 
 
-def test_complete_steps_count_and_without_any_all_counts_as_one() -> None:
-    events = [step(2, 0, 100), step(3, 100, 180), step(4, 180, 999), mark("forward", 0, 999)]
-    result = count(events, {"ProfilerStep#2", "ProfilerStep#3"})
-    assert result.steps == [100_000, 80_000]
-    assert microseconds(result.time) == {"forward": 180}
-    assert count([mark("forward", 50, 90), Event("aten::mm", 90, 130)], set()).steps == [80_000]
-    assert count([], set()).total == 0
-
-
 # -- the table, and the sentences below it -----------------------------------------------------------------------------
 
 MS = 1_000_000
