@@ -232,9 +232,6 @@ def test_names_of_the_engine():
         assert (values["gradient_clipping"], values["initial_dynamic_scale"]) == (1, 2**16)
         assert engine.get_batch_info() == (4, 4, 1) and values["dataloader_drop_last"] is False
         assert set(engine.module_state_dict(prefix="net.")) == {f"net.{name}" for name in engine.module.state_dict()}
-        for name in ("allreduce_gradients", "set_train_micro_batch_size"):
-            with pytest.raises(AttributeError, match=f"{name} is not part of easymp.compat: "):
-                getattr(engine, name)
         with pytest.raises(RefusedError, match="get_fp32_state_dict_from_zero_checkpoint"):
             engine.load_checkpoint(".", custom_load_fn=print)
     version = deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
