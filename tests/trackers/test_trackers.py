@@ -15,8 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from easymp.compat.accelerate.tracking import GeneralTracker as TheirName
-from easymp.compat.accelerate.tracking import on_main_process
 
 from easymp import Accelerator, GeneralTracker, LoggerType, SettingError
 from easymp.trackers import TRACKERS
@@ -44,7 +42,6 @@ class Theirs(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.calls.append(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, commit: bool = True) -> None:
         self.calls.append((values, step, commit))
 
@@ -205,16 +202,6 @@ class Resumable:
 
     def resume(self, position: dict[str, Any]) -> None:
         del self.service[position["rows"] :]
-
-
-def test_one_that_is_written_for_accelerate() -> None:
-    tracker = Theirs()
-    with Accelerator(cpu=True, log_with=tracker) as acc:
-        acc.log({"loss": 1.0}, step=3, log_kwargs={"theirs": {"commit": False}})
-        acc.log({"loss": 2.0}, step=4)
-        assert acc.get_tracker("theirs") is tracker and acc.get_tracker("theirs", unwrap=True) is tracker.calls
-    assert tracker.calls[1:] == [({"loss": 1.0}, 3, False), ({"loss": 2.0}, 4, True)]
-    assert issubclass(TheirName, GeneralTracker)
 
 
 def test_one_that_resumes(tmp_path: Path) -> None:
