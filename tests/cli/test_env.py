@@ -14,14 +14,13 @@ from easymp.hardware import CPU, Device
 
 from ..hardware.machines import MACHINES
 
-pytestmark = pytest.mark.reads_hardware
-
 H100 = Device("cuda", 0, "H100", 80 << 30, (9, 0), "sm_90", frozenset({"bf16", "fp8"}), bf16=True, fp16=True)
 OLD = Device("cuda", 1, "Old", 8 << 30, (3, 5), "sm_35", built_for=False)
 XEON = CPU("Some Xeon", "x86_64", 32, 64, 2, 256 << 30, frozenset({"avx2", "amx_bf16"}))
 SERVER = Hardware(XEON, (H100, OLD), "nvidia", ("no XPU: torch is built without it",))
 
 
+@pytest.mark.reads_hardware
 def test_this_machine(capsys):
     assert main(["env"]) == 0
     output = capsys.readouterr().out

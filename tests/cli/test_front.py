@@ -135,23 +135,6 @@ def test_python_m_easymp():
     assert process.stdout == f"easymp {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code"),
-    [
-        (0, 0),
-        (1, 1),
-        (7, 7),  # of launch
-        (CheckpointError("damaged"), 1),
-        (NoCheckpointError("none there"), 2),
-        (RefusedError("not here"), 2),
-        (SystemExit(2), 2),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_one_function_decides_the_exit_code(outcome, code):
-    assert cli.exit_code(outcome) == code
-
-
 def test_exit_codes_and_errors_are_the_commands(monkeypatch, capsys):
     class Command:
         """A word."""

@@ -53,18 +53,6 @@ def test_on_a_gpu_it_is_torchs_own_numbers():
     assert train(autocast, GradScaler()) == pytest.approx(torch_result, rel=1e-5)
 
 
-def test_autocast_is_real_on_this_device():
-    layer, x = nn.Linear(8, 8).to(DEVICE), torch.randn(4, 8, device=DEVICE)
-    with autocast():
-        assert layer(x).dtype == torch.float16
-        with autocast(enabled=False):
-            assert layer(x).dtype == torch.float32
-    with autocast(dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-    assert layer(x).dtype == torch.float32
-    assert autocast()(layer.forward)(x).dtype == torch.float16
-
-
 def square(dtype, **options):
     """A function that computes in a `dtype` in forward and backward."""
 
