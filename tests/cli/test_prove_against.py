@@ -38,106 +38,26 @@ acc = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedab
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
 """
 SEEDED = PREPARE.replace("DataLoaderConfiguration(use_seedable_sampler=False)", "None").replace("cpu", "seed=0, cpu")
-# The shape of Accelerate's examples/cv_example.py, with a small model and random images.
-EXAMPLE = """
-import torch
+WITH_ACCELERATE = """
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, Dataset
-
-
-class PetsDataset(Dataset):
-    def __init__(self, length):
-        generator = torch.Generator().manual_seed(length)
-        self.images = torch.rand(length, 3, 8, 8, generator=generator)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return {"image": self.images[index], "label": index % 4}
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
-        self.classifier = nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.classifier(self.features(x))
-
-
-def training_function(config):
-    accelerator = Accelerator(cpu=True)
-    set_seed(config["seed"])
-    train_dataloader = DataLoader(PetsDataset(64), shuffle=True, batch_size=config["batch_size"])
-    eval_dataloader = DataLoader(PetsDataset(20), shuffle=False, batch_size=config["batch_size"])
-    model = Net().to(accelerator.device)
-    for param in model.parameters():
-        param.requires_grad = False
-    for param in model.classifier.parameters():
-        param.requires_grad = True
-    mean = torch.tensor([0.5, 0.4, 0.6])[None, :, None, None].to(accelerator.device)
-    std = torch.tensor([0.2, 0.3, 0.2])[None, :, None, None].to(accelerator.device)
-    optimizer = torch.optim.Adam(params=model.parameters(), lr=config["lr"] / 25)
-    lr_scheduler = OneCycleLR(optimizer, max_lr=config["lr"], epochs=2, steps_per_epoch=len(train_dataloader))
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
-    )
-    for epoch in range(2):
-        model.train()
-        for batch in train_dataloader:
-            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-            outputs = model((batch["image"] - mean) / std)
-            loss = nn.functional.cross_entropy(outputs, batch["label"])
-            accelerator.backward(loss)
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
-        model.eval()
-        correct = 0
-        for batch in eval_dataloader:
-            with torch.no_grad():
-                predictions = model((batch["image"] - mean) / std).argmax(dim=-1)
-            predictions, references = accelerator.gather_for_metrics((predictions, batch["label"]))
-            correct += (predictions == references).sum().item()
-        accelerator.print(f"epoch {epoch}: {correct / 20:.2f}")
-
-
-training_function({"lr": 3e-2, "seed": 42, "batch_size": 8})
+acc = Accelerator(cpu=True)
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
 """
 WITH_FABRIC = """
 import os
-import torch
 from lightning_fabric import Fabric
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 fabric = Fabric(accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 fabric.launch()
-fabric.seed_everything(3)
-data = TensorDataset(torch.randn(64, 8), torch.arange(64) % 4)
-loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8, shuffle=True))
-model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
-model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-for x, y in loader:
-    fabric.backward(nn.functional.cross_entropy(model(x), y))
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+loader = fabric.setup_dataloaders(loader)
+model, optimizer = fabric.setup(model, optimizer)
 """
 BEFORE = PLAIN.replace("PREPARE", "").replace("BACKWARD", "loss.backward()")
 MOVED = PLAIN.replace("PREPARE", PREPARE).replace("BACKWARD", "acc.backward(loss)")
-# What another environment has: a torch whose GELU, AdamW or random numbers are others.
+# What another environment has: a torch whose GELU or AdamW is another.
 PLANTED = {
     "module": "gelu = torch.nn.functional.gelu\ntorch.nn.GELU.forward = lambda self, x: gelu(x, approximate='tanh')",
     "setting": "init = torch.optim.AdamW.__init__\n"
     "torch.optim.AdamW.__init__ = lambda self, params, **k: init(self, params, **{**k, 'weight_decay': 0.1})",
-    "data": "import easymp.base.rng as rng, easymp.data.source as source\n"
-    "source.mix = lambda *parts: rng.mix('other', *parts)",
     "nothing": "",
 }
 
@@ -158,6 +78,7 @@ def assert_equal(record: dict[str, Any]) -> None:
         assert row["gradients"]["largest"]["times"] < 0.1 and row["loss"]["times"] < 0.1
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_moved_script_is_compared_with_the_plain_one(proved: Any, folder: Path) -> None:
     (folder / "before.py").write_text(BEFORE)
     assert_equal(proved(MOVED, "before.py"))
@@ -187,7 +108,6 @@ def test_what_a_move_changes_is_named(proved: Any, folder: Path, old: str, new: 
         ("nothing", ["gave the losses, gradients and weights of one process in fp32"]),
         ("module", ["the first layer whose output differs is 1 (GELU)"]),
         ("setting", ["weight_decay of the optimizer is 0.1, and 0.01 on one process"]),
-        ("data", ["update 1 reads other samples"]),
     ],
 )
 def test_another_python_is_compared(proved: Any, folder: Path, planted: str, sentences: list[str]) -> None:
@@ -206,15 +126,19 @@ def test_another_python_is_compared(proved: Any, folder: Path, planted: str, sen
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
-    ("script", "library", "package"),
-    [(EXAMPLE, "accelerate", "accelerate"), (WITH_FABRIC, "fabric", "lightning_fabric")],
+    ("prepare", "backward", "library", "package"),
+    [
+        (WITH_ACCELERATE, "acc.backward(loss)", "accelerate", "accelerate"),
+        (WITH_FABRIC, "fabric.backward(loss)", "fabric", "lightning_fabric"),
+    ],
     ids=["accelerate", "fabric"],
 )
 def test_a_script_of_a_library_is_compared_with_the_library(
-    proved: Any, script: str, library: str, package: str, processes: int
+    proved: Any, prepare: str, backward: str, library: str, package: str, processes: int
 ) -> None:
     if find_spec(package) is None:  # and not imported here: lightning_fabric sets a variable
         pytest.skip(f"{package} is not installed")
+    script = PLAIN.replace("PREPARE", prepare).replace("BACKWARD", backward)
     assert_equal(proved(script, library, f"--processes {processes}"))
 
 
