@@ -96,6 +96,7 @@ os.write(1, f"{line} {sys.argv[1:]}\\n".encode())
 """
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "job",
     [
