@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from easymp.strategies import STRATEGIES
-
 from ..conftest import Ranks
 from .run import number, run, within
 
@@ -19,11 +17,10 @@ SCRIPT = "examples/char_gpt.py"
 FP32 = ("--precision", "fp32")
 SHORT = (*FP32, "--steps", "6", "--batch-size", "8", "--windows", "32")
 
-# Processes, further arguments, and by how much the loss may differ from one process's.
-SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {
-    **{name: (2, (), 1e-3) for name, strategy in STRATEGIES.items() if strategy.several},
-    "hsdp": (4, ("--options", '{"shard_size": 2}'), 1e-3),
-    "local_sgd": (2, ("--options", '{"every": 2}'), 0.15),  # each rank steps by its own half of the batch
+# Strategies that split the model: processes and further arguments. Replicas are those of tests/strategies.
+SPREAD: dict[str, tuple[int, tuple[str, ...]]] = {
+    **dict.fromkeys(("fsdp", "tensor_parallel", "pipeline"), (2, ())),
+    "hsdp": (4, ("--options", '{"shard_size": 2}')),
 }
 
 
@@ -46,12 +43,12 @@ _alone: list[float] = []
 def test_a_strategy_changes_no_number(ranks: Ranks, strategy: str) -> None:
     if not _alone:
         _alone.append(number("validation", ranks(within, SCRIPT, *SHORT, processes=1)[0]))
-    processes, more, bound = SPREAD[strategy]
+    processes, more = SPREAD[strategy]
     printed, *silent = ranks(within, SCRIPT, *SHORT, "--strategy", strategy, *more, processes=processes)
     assert f"strategy      {strategy}" in printed
     assert "= 8\n" in printed
     assert set(silent) == {""}
-    assert number("validation", printed) == pytest.approx(_alone[0], abs=bound + 1e-9)
+    assert number("validation", printed) == pytest.approx(_alone[0], abs=1e-3 + 1e-9)
 
 
 @pytest.mark.slow
