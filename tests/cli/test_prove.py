@@ -177,6 +177,7 @@ def test_a_script_that_fails_under_the_plan_is_a_verdict(name, status, verdict):
         slow(f"{DDP} --no-dropout -- dropout", 5),
         slow(f"{DDP} --steps 100 {ACCUMULATED}3 -- short", 1),  # of an epoch of 5 micro-batches
         slow(SPLIT + "{qkv='colwise_rep',mix='rowwise_rep'}", 5),
+        slow(SPLIT.replace("fp32", "bf16") + "{qkv='colwise_rep',mix='rowwise_rep'}", 5),
         slow("--precision bf16-true -- bf16-weights", 5),
         slow("--precision O2 -- bf16-weights", 5),
         slow("--processes 2 --steps 9 --precision fp16 --set scaler_options.init_scale=4194304", 0),
@@ -203,7 +204,8 @@ def assert_proven(record: dict[str, Any], updates: int) -> None:
     [
         ("digits.py", "--strategy pipeline --processes 2 --precision fp32 -- --accumulation 2"),
         ("approaches/with_easymp.py", "--strategy fsdp --processes 2 --precision fp16"),
-        ("char_gpt.py", "--strategy tensor_parallel --processes 2 --precision bf16 -- --windows 64"),
+        # of two optimizers
+        ("char_gpt.py", "--strategy fsdp --processes 2 --precision fp32 -- --windows 64 --batch-size 8"),
     ],
 )
 def test_the_examples_are_proven(proved, script, arguments):
