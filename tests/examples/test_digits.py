@@ -78,7 +78,6 @@ def test_a_run_that_is_preempted_ends_as_one_that_is_not(ranks: Ranks, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_accuracy_of_launched_processes_and_of_bf16(ranks: Ranks) -> None:
-    launched = run(SCRIPT, *FP32, "--processes", "2")
-    (half,) = ranks(within, SCRIPT, "--precision", "bf16", processes=1)
+def test_accuracy_of_launched_processes_and_of_bf16() -> None:
+    launched, half = run(SCRIPT, *FP32, "--processes", "2"), run(SCRIPT, "--precision", "bf16")
     assert [scores(printed)[0] for printed in (launched, half) if scores(printed)[0] < 98.5] == []
