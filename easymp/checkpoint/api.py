@@ -324,7 +324,7 @@ class Checkpoints:
         if path is not None:
             root, name = folders.split(path)
             storage = folders.open_storage(root)
-            if folders.is_checkpoint(storage, folders.newest_save(storage, name)):
+            if folders.is_checkpoint(storage.list(folders.newest_save(storage, name))):
                 return root, name
         root, newest = self._find_newest(path)
         if newest.folder is None:

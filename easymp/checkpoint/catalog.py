@@ -12,7 +12,7 @@ from ..errors import CheckpointError, check_whole
 from . import folders
 from .folders import checkpoint_of, committed_folders, drop, find_newest, join, owner_of, remove_leftover
 from .locks import lock_held, lock_name
-from .manifest import BLOCK, MANIFEST, Manifest
+from .manifest import BLOCK, Manifest
 from .progress import Tick, expect, ignore
 from .storage import SourceFile, Storage, block_count
 
@@ -57,13 +57,13 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     """
     storage = folders.open_storage(root)
     names = storage.list()
-    if MANIFEST in names:
+    if folders.is_checkpoint(names):
         raise CheckpointError(f"{storage.root} is itself a checkpoint: inspect it, or pass the folder above")
     listed = [
         name
         for name in names
         if name != lock_name(owner_of(name) or "")
-        and (owner_of(name) or folders.step_of(name) is not None or folders.is_checkpoint(storage, name))
+        and (owner_of(name) or folders.step_of(name) is not None or folders.is_checkpoint(storage.list(name)))
     ]
     entries = [_entry(storage, name, names) for name in listed]
     entries.sort(key=lambda e: (e.step is not None, e.written or "", e.step or 0, e.name))
@@ -77,7 +77,7 @@ def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
     is_locked = lock_name(owner or checkpoint_of(name)) in names
     leftover = "being written, or left over" if is_locked else "left over"
     try:
-        manifest = folders.open_manifest(storage, name)
+        manifest = folders.open_folder(storage, name).manifest
     except (CheckpointError, OSError) as error:
         committed = False
         with suppress(OSError):

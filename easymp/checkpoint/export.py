@@ -32,8 +32,8 @@ from ..training.wrapper import unwrap as unwrapped
 from . import torch_files
 from .buffers import as_bytes, on_host
 from .codec import TensorSpec, dumps, encode_header, encode_index, loads, pack, split_into_shards, unpack
-from .folders import join, open_parent, open_storage, source_file
-from .manifest import BLOCK, COMMIT, INDEX, MANIFEST, Box, LocalChunks, canonical, full_box, local_chunks, view_of
+from .folders import is_checkpoint, join, open_parent, open_storage, source_file
+from .manifest import BLOCK, INDEX, Box, LocalChunks, canonical, full_box, local_chunks, view_of
 from .progress import Progress, Tick, expect, ignore
 from .ranks import Meeting, error_text, run_on_all
 from .storage import Bytes, LocalStorage, read_small
@@ -363,7 +363,7 @@ def write_model(
         storage, name = open_parent(path)  # where the folder can be made
     existing = set(storage.list(name))
     folder = join(storage.root, name)
-    if existing & {MANIFEST, COMMIT}:
+    if is_checkpoint(existing):
         raise CheckpointError(f"{folder} is a checkpoint of save_state, which must stay: pass another folder")
     if not existing and storage.size(name) is not None:
         raise CheckpointError(f"{folder} is a file: pass a folder")

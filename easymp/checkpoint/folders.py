@@ -90,19 +90,42 @@ def leftovers_of(names: Iterable[str], checkpoint: str) -> list[str]:
     return [name for name in names if owner_of(name) == checkpoint and name != lock_name(checkpoint)]
 
 
+def read_sealed(storage: Storage, folder: str) -> bytes:
+    """The text of the manifest in `folder` of `storage` ("" for `storage` itself); CheckpointError unless sealed."""
+
+    def content(name: str, limit: int) -> bytes | None:
+        try:
+            return read_small(storage, join(folder, name), limit)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    commit, manifest = content(COMMIT, SEAL), content(MANIFEST, LONGEST)
+    if commit is None and manifest is None:
+        fault = f"not a checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step"
+        raise NoCheckpointError(f"{join(storage.root, folder)}: {fault}")
+    if commit is None:
+        fault = f"not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint"
+    elif manifest is None:
+        fault = f"{MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
+    elif commit == seal(manifest):
+        return manifest
+    else:
+        fault = f"{MANIFEST} is not what {COMMIT} seals: one of them was changed; load another checkpoint"
+    raise CheckpointError(f"{join(storage.root, folder)}: {fault}")
+
+
 def is_committed(storage: Storage, folder: str) -> bool:
     """Whether `folder` holds a manifest and the COMMIT that seals it. The manifest is not decoded."""
-    manifest, commit = join(folder, MANIFEST), join(folder, COMMIT)
-    if storage.size(commit) != SEAL or (size := storage.size(manifest)) is None or size > LONGEST:
-        return False
     try:
-        return read_small(storage, commit, SEAL) == seal(read_small(storage, manifest, LONGEST))
-    except FileNotFoundError:  # another process removes this checkpoint right now
+        read_sealed(storage, folder)
+    except CheckpointError:
         return False
+    return True
 
 
-def is_checkpoint(storage: Storage, folder: str) -> bool:
-    return any(storage.size(join(folder, file)) is not None for file in (COMMIT, MANIFEST))
+def is_checkpoint(names: Collection[str]) -> bool:
+    """Whether a folder with these files is a checkpoint, whole or not."""
+    return MANIFEST in names or COMMIT in names
 
 
 def newest_save(storage: Storage, checkpoint: str) -> str:
@@ -111,24 +134,6 @@ def newest_save(storage: Storage, checkpoint: str) -> str:
     if not any(name.startswith(f"{checkpoint}.save-") for name in names):
         return checkpoint
     return next((folder for folder in saves_of(names, checkpoint) if is_committed(storage, folder)), checkpoint)
-
-
-def open_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of the checkpoint in `folder` of `storage` ("" for `storage` itself), checked against its COMMIT."""
-    manifest, commit = join(folder, MANIFEST), join(folder, COMMIT)
-    has_commit, has_manifest = storage.size(commit) is not None, storage.size(manifest) is not None
-    if not (has_commit or has_manifest):
-        fault = f"not a checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step"
-        raise NoCheckpointError(f"{join(storage.root, folder)}: {fault}")
-    if not has_commit:
-        fault = f"not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint"
-    elif not has_manifest:
-        fault = f"{MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
-    elif read_small(storage, commit, SEAL) != seal(text := read_small(storage, manifest, LONGEST)):
-        fault = f"{MANIFEST} is not what {COMMIT} seals: one of them was changed; load another checkpoint"
-    else:
-        return decode(text, join(storage.root, manifest))
-    raise CheckpointError(f"{join(storage.root, folder)}: {fault}")
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
@@ -182,9 +187,14 @@ class OpenCheckpoint(NamedTuple):
         }
 
 
+def open_folder(storage: Storage, folder: str) -> OpenCheckpoint:
+    """The checkpoint in `folder` of `storage` ("" for `storage` itself), its manifest checked against its COMMIT."""
+    text = read_sealed(storage, folder)
+    return OpenCheckpoint(storage, folder, decode(text, join(storage.root, join(folder, MANIFEST))))
+
+
 def open_save(storage: Storage, checkpoint: str) -> OpenCheckpoint:
-    folder = newest_save(storage, checkpoint)
-    return OpenCheckpoint(storage, folder, open_manifest(storage, folder))
+    return open_folder(storage, newest_save(storage, checkpoint))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
@@ -243,7 +253,7 @@ def read_record(storage: Storage, folder: str) -> SaveRecord | None:
             return None  # power failed while it was written
         head = decode_head(storage.head(join(folder, MANIFEST), HEAD))
         if head is None:
-            manifest = open_manifest(storage, folder)
+            manifest = open_folder(storage, folder).manifest
             head = manifest.written, manifest.step, manifest.lineage
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
@@ -274,7 +284,7 @@ def find_newest(storage: Storage, excluded: Collection[str] = ()) -> Newest:
 
     def opens(folder: str) -> bool:
         try:
-            open_manifest(storage, folder)
+            open_folder(storage, folder)
         except CheckpointError as error:
             faults.append(str(error))
             return False
@@ -292,8 +302,7 @@ def find_newest(storage: Storage, excluded: Collection[str] = ()) -> Newest:
 def damage_text(storage: Storage, folder: str) -> str:
     """The damage to a committed checkpoint, in words; "" if there is none. Reads all of it."""
     try:
-        opened = OpenCheckpoint(storage, folder, open_manifest(storage, folder))
-        for file in opened.files.values():
+        for file in open_folder(storage, folder).files.values():
             file.verify()
     except (OSError, CheckpointError) as error:
         return str(error)
@@ -436,7 +445,7 @@ def clean_up(target: Storage, checkpoint: str, dead_owner: Mapping[str, Any]) ->
     newest = next((save for save in saves if is_committed(target, save)), None)
     outdated = [save for save in saves if save not in (newest, checkpoint)]
     if checkpoint in saves and newest != checkpoint:
-        is_foreign = target.renames and target.list(checkpoint) and not is_checkpoint(target, checkpoint)
+        is_foreign = target.renames and (content := target.list(checkpoint)) and not is_checkpoint(content)
         if dead_owner.get("folder") == checkpoint or (newest is not None and not is_foreign):
             outdated.append(checkpoint)
     if outdated or leftovers:
@@ -471,7 +480,7 @@ def move_other_line(target: Storage, checkpoint: str, record: SaveRecord) -> Non
 def refuse_foreign(target: Storage, name: str) -> None:
     """Raise CheckpointError if `name` exists and is not a checkpoint, since a save would overwrite it."""
     content = [name] if target.size(name) is not None else target.list(name)
-    if content and MANIFEST not in content and COMMIT not in content:
+    if content and not is_checkpoint(content):
         raise CheckpointError(
             f"{join(target.root, name)} is there and is not a checkpoint ({join_some(content, ', ')}): it would be "
             "replaced, so pass another name"

@@ -45,6 +45,7 @@ from .storage import Files, MemoryFile, SourceFile, Storage
 
 logger = get_logger(__name__)
 
+ABSENT: Any = object()  # in the place of a state that the checkpoint does not have
 STUCK = "could not be put back"
 PARTLY = (
     "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another "
@@ -91,19 +92,16 @@ class CheckpointReader:
     _live_reads: list[FileRead] = field(default_factory=list)
     _requested: set[str] = field(default_factory=set)  # names of states
 
-    def __contains__(self, name: str) -> bool:
+    def tree(self, name: str, required: bool = True) -> Any:
+        """The state under `name`, with a `TensorName` for each tensor; ABSENT if there is none and that is allowed."""
         self._requested.add(name)
-        return name in self.manifest.trees
+        if required and name not in self.manifest.trees:
+            self.complain(f"the checkpoint has no {name}")
+        return self.manifest.trees.get(name, ABSENT)
 
-    def tree(self, name: str) -> Any:
-        """The state under `name`, with a `TensorName` for each tensor."""
-        if name not in self:
-            raise CheckpointError(f"the checkpoint has no {name}")
-        return self.manifest.trees[name]
-
-    def state(self, name: str) -> Any:
-        """The state under `name`, with new tensors, which `run` fills."""
-        return with_tensors(self.tree(name), self.read_tensor)
+    def state(self, name: str, required: bool = True) -> Any:
+        """As `tree`, with new tensors, which `run` fills."""
+        return with_tensors(self.tree(name, required), self.read_tensor)
 
     def unrequested(self) -> list[str]:
         """Names of states that no object requested, except per-rank states."""

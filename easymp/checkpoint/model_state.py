@@ -20,7 +20,7 @@ from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.policies import LOW
 from .codec import TensorName
-from .load import CheckpointReader, Trial, check_like, is_known, name_differences, tensor_names, with_tensors
+from .load import ABSENT, CheckpointReader, Trial, check_like, is_known, name_differences, tensor_names, with_tensors
 from .manifest import Box, StoredTensor, canonical, check_number, local_chunks, per_rank
 from .save import Snapshot
 
@@ -87,10 +87,10 @@ class ModelState:
         into.add(self._name, tree, replicated={id(p) for p in self._module.parameters()})
 
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
-        if self._name not in source:
-            source.complain(f"the checkpoint has no {self._name}")
+        tree = source.tree(self._name)
+        if tree is ABSENT:
             return None
-        saved = {**source.tree(self._name)}
+        saved = {**tree}
         prefix = f"{self._name}/"
         for alias, target in source.manifest.aliases.items():
             if alias.startswith(prefix):
@@ -99,18 +99,18 @@ class ModelState:
         live = {canonical(name): (name, value) for name, value in state.items()}
         if differences := name_differences(live, saved):
             source.complain(f"{self._name}: {differences}")
-        common = [name for name in live if name in saved]
-        extra = [name for name in common if id(live[name][1]) not in own_ids]  # of get_extra_state, and of hooks
-        tensors = {n: live[n][1] for n in common if n not in extra and isinstance(saved[n], TensorName)}
-        faults = [f"{n} is not a tensor in the checkpoint" for n in common if n not in tensors and n not in extra]
+        faults: list[str] = []
         fills: Fills = []
         filled: dict[int, tuple[str, StoredTensor]] = {}  # id of a live tensor → its first name, and what it takes
-        paths = [source.stepped(saved[n])[0] if t.dtype == torch.float32 else saved[n] for n, t in tensors.items()]
-        saved_tensors = [source.stored(path) for path in paths]
-        for name, path, stored, chunks in zip(tensors, paths, saved_tensors, local_chunks(tensors.values())):
-            value = tensors[name]
+        own = {name: value for name, (_, value) in live.items() if name in saved and id(value) in own_ids}
+        for (name, value), chunks in zip(own.items(), local_chunks(own.values())):
+            if not isinstance(saved[name], TensorName):
+                faults.append(f"{name} is not a tensor in the checkpoint")
+                continue
             if chunks is None:
                 continue
+            path = source.stepped(saved[name])[0] if value.dtype == torch.float32 else saved[name]
+            stored = source.stored(path)
             first_name, first_stored = filled.setdefault(id(value), (name, stored))
             if stored.shape != tuple(value.shape):
                 shapes = f"has shape {list(stored.shape)} in the checkpoint, and {list(value.shape)} here"
@@ -128,10 +128,9 @@ class ModelState:
                 fills += [(path, box, view) for box, view in chunks]
         if faults:
             source.complain(f"{self._name}: {join_some(faults)}")
-        if extra:
-            values = with_tensors({name: saved[name] for name in extra}, source.read_tensor)
-            by_live_name = {live[name][0]: values[name] for name in extra}
-            source.trials.append(self._trial(by_live_name, dict(live[name] for name in extra), source.strict))
+        if extra := [name for name in live if name in saved and name not in own]:  # of get_extra_state, and of hooks
+            values = with_tensors({live[name][0]: saved[name] for name in extra}, source.read_tensor)
+            source.trials.append(self._trial(values, dict(live[name] for name in extra), source.strict))
         return source.fill_live(fills)
 
     def _trial(self, values: dict[str, Any], live: dict[str, Any], strict: bool) -> Trial:
@@ -194,17 +193,21 @@ class OptimizerState:
 
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         optimizer = self._optimizer
-        if self.name not in source:
-            source.complain(f"the checkpoint has no {self.name}")
-            return None
         saved = source.state(self.name)
+        if saved is ABSENT:
+            return None
         if saved["kind"] != self.kind:
             source.complain(f"{self.name} was a {saved['kind']}, and is a {self.kind} here")
             return None
         check_number(f"{self.name}/updates", saved["updates"], 0)
         groups = self._fitting_groups(saved["groups"], source)
-        path = self._state_path(source)
-        states = source.tree(path) if path else {}
+        path = f"{self.name}/state"
+        if (states := source.tree(path, required=False)) is ABSENT:
+            # Where ranks have different states, rank r of another number of ranks loads those of rank r % n.
+            path = per_rank(source.rank % source.manifest.world_size if self._differs_by_rank else 0, path)
+            if (states := source.tree(path, required=False)) is ABSENT:
+                source.complain(f"the checkpoint has no {self.name}/state")
+                states = {}
         if unknown := [name for name in states if name not in self._parameters]:
             source.complain(f"{self.name} remembers parameters not stepped here: {join_some(unknown)}")
         self._check_kinds(states)
@@ -261,17 +264,6 @@ class OptimizerState:
         if len(saved) != len(fitting):
             source.complain(f"{self.name} had {len(saved)} param groups, and has {len(fitting)} here")
         return fitting
-
-    def _state_path(self, source: CheckpointReader) -> str:
-        """The name under which the states of parameters are kept; "" if they are not."""
-        name = f"{self.name}/state"
-        # Where ranks have different states, rank r of another number of ranks loads those of rank r % n.
-        rank = source.rank % source.manifest.world_size if self._differs_by_rank else 0
-        for path in (name, per_rank(rank, name)):
-            if path in source:
-                return path
-        source.complain(f"the checkpoint has no {name}")
-        return ""
 
     def _check_kinds(self, saved: Any) -> None:
         """Check that each parameter's state is a dict; for classes that are known, that they are alike, too."""

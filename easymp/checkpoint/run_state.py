@@ -19,7 +19,7 @@ from ..base.rng import mix, seed_all
 from ..distributed import World
 from ..errors import CheckpointError, join_some
 from ..logging import get_logger
-from .load import CheckpointReader, Trial, check_like, is_known
+from .load import ABSENT, CheckpointReader, Trial, check_like, is_known
 from .manifest import canonical, check_number, per_rank
 from .model_state import ModelState, OptimizerState
 from .save import Saveable, Snapshot
@@ -89,11 +89,9 @@ class ObjectState:
 
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         """A `load_state_dict` may fail, so it is a trial, which can be undone."""
-        if self._name not in source:
-            if self._saved is None:
-                source.complain(f"the checkpoint has no {self._name}")
+        state, target = source.state(self._name, required=self._saved is None), self._target
+        if state is ABSENT:
             return None
-        state, target = source.state(self._name), self._target
         previous: list[Any] = []
         with suppress(Exception):  # an object that cannot tell its state now may still load one
             previous.append(copy.deepcopy(target.state_dict()))
@@ -124,16 +122,16 @@ class ScheduleState(ObjectState):
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         super().restore(source)
         live_lengths = dict(lengths(self._target.state_dict()))
-        for name, length in lengths(source.state(self._name)) if self._name in source else ():
+        for name, length in lengths(source.tree(self._name, required=False)):
             if live_lengths.get(name, length) != length:
                 logger.warning(
                     f"{self.name}: {type(self._target.scheduler).__name__} continues with {name}={length} of the "
                     f"checkpoint, and not with {live_lengths[name]} of this script: a schedule keeps the length that "
                     "it was saved with. Set it after the load to change it"
                 )
-        if self._behind not in source:
+        behind = source.state(self._behind, required=False)
+        if behind is ABSENT:
             return None
-        behind = source.state(self._behind)
         check_like(self._behind, behind, self._target.behind)
         return lambda: setattr(self._target, "behind", behind)
 
@@ -156,7 +154,7 @@ class LeftOut:
         pass
 
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
-        _ = self._name in source  # requested, so that it is not reported as left over
+        source.tree(self._name, required=False)  # so that it is not reported as left over
         return None
 
 
@@ -173,11 +171,12 @@ class PartState:
             into.add(self._name, dict(state))
 
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
-        if self._name not in source:
+        state = source.state(self._name, required=False)
+        if state is ABSENT:
             if self._is_of_script and self._part.state() is not None:
                 source.complain(f"the checkpoint has no state of part {self._part.name!r}")
             return None
-        return partial(self._part.load, source.state(self._name))
+        return partial(self._part.load, state)
 
 
 @dataclass(eq=False)
@@ -225,10 +224,8 @@ class RunState:
 
     def restore(self, source: CheckpointReader) -> Callable[[], None] | None:
         live = self._states()
-        saved = {path: source.state(path) for path in live if path in source}
-        for path in ("state/steps", "state/run", "state/epochs"):
-            if path not in saved:
-                source.complain(f"the checkpoint has no {path}")
+        saved = {path: source.state(path, path in ("state/steps", "state/run", "state/epochs")) for path in live}
+        saved = {path: state for path, state in saved.items() if state is not ABSENT}
         for path, state in saved.items():
             check_like(path, state, live[path])
             facts = live[path].items() if isinstance(state, dict) else ()

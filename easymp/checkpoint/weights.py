@@ -265,7 +265,7 @@ def open_source(place: str | os.PathLike[str], which: str = "model", trust: bool
         folder = folders.open_storage(path)
         names = set(folder.list())
         parent, name = folders.open_parent(path)  # the newest save of a checkpoint may have a name of its own
-        if names & {manifest.MANIFEST, manifest.COMMIT} or (not names and folders.newest_save(parent, name) != name):
+        if folders.is_checkpoint(names) or (not names and folders.newest_save(parent, name) != name):
             return _open_committed(path, which)
         if SINGLE in names:
             return open_file(path, folder, SINGLE)

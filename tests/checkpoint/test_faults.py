@@ -20,7 +20,7 @@ import pytest
 
 from easymp import CheckpointError
 from easymp.checkpoint import folders, locks, storage
-from easymp.checkpoint.folders import is_committed, open_manifest
+from easymp.checkpoint.folders import is_committed, open_folder
 from easymp.checkpoint.save import Saves
 from easymp.checkpoint.storage import LocalStorage, SourceFile
 
@@ -338,12 +338,12 @@ def one(tmp_path):
 
 @pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_flipped_bit_in_any_byte_and_any_other_length(one, tmp_path, step):
-    storage, files = LocalStorage(tmp_path), open_manifest(LocalStorage(tmp_path), FIRST).files
+    storage, files = LocalStorage(tmp_path), open_folder(LocalStorage(tmp_path), FIRST).manifest.files
 
     def verify(name: str) -> None:
         record = files.get(name)
         if record is None:
-            open_manifest(storage, FIRST)
+            open_folder(storage, FIRST)
         else:
             SourceFile(storage, f"{FIRST}/{name}", record.size, record.checksums).verify()
 

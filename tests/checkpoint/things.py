@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from easymp import CheckpointError
-from easymp.checkpoint.folders import find_newest, open_manifest
+from easymp.checkpoint.folders import find_newest, open_folder
 from easymp.checkpoint.hooks import collect_files, make_folder, verified_folder
 from easymp.checkpoint.load import CheckpointReader
 from easymp.checkpoint.load import load_checkpoint as load
@@ -52,7 +52,7 @@ class Rows:
         own_rows, shared = torch.empty_like(self.own_rows), source.state("state/all")
         source.fill([("model/rows", self.box, own_rows)])
         rank_value = source.state(per_rank(source.rank, "state/own"))
-        assert "model" in source
+        source.tree("model")
 
         def put() -> None:
             self.own_rows.copy_(own_rows)
@@ -92,7 +92,7 @@ def save(root, seed, step=None, hooked=False, anew=False, **options):
     saves, save_target = Saves(single_world()), target(root, seed if step is None else step)
     folder, _, _ = find_newest(save_target.storage)
     if folder is not None and not anew:
-        saves.line.loaded(save_target.storage, folder, open_manifest(save_target.storage, folder))
+        saves.line.loaded(save_target.storage, folder, open_folder(save_target.storage, folder).manifest)
     extra = of_a_hook(save_target, seed) if hooked else NO_FILES
     try:
         saves.save(save_target, [Rows(0, 1, seed)], extra=extra, **options)
