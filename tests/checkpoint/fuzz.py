@@ -87,7 +87,8 @@ def read_trees(content: bytes) -> bool:
         packed = codec.pack(value, "x", {})
     except CheckpointError:
         return False
-    codec.unpack(codec.loads(codec.dumps(packed), "x"), codec.TensorName)
+    again = codec.unpack(codec.loads(codec.dumps(packed), "x"), lambda name: tensor)
+    assert codec.pack(again, "x", {}) == packed
     return True
 
 

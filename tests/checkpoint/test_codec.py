@@ -15,8 +15,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from easymp import CheckpointError
@@ -109,25 +107,6 @@ KEPT = [
 def test_what_comes_back_is_what_was_stored():
     for value in KEPT:
         assert same(value, through(value)), value
-
-
-text = st.text(max_size=5)
-plain = st.none() | st.booleans() | st.integers() | st.floats() | text | st.binary(max_size=5)
-hashable = st.recursive(plain, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
-
-
-def containers(inner: Any) -> Any:
-    lists, by_any = st.lists(inner, max_size=3), st.dictionaries(hashable, inner, max_size=3)
-    by_text = st.dictionaries(text, inner, max_size=3)
-    return lists | lists.map(tuple) | by_text | by_any | by_any.map(OrderedDict)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.recursive(hashable, containers, max_leaves=12))
-def test_any_tree_comes_back(value):
-    packed = pack(value, "state", {})
-    unpacked = unpack(loads(dumps(packed), "x"), lambda name: name)
-    assert type(unpacked) is type(value) and pack(unpacked, "state", {}) == packed
 
 
 Point = namedtuple("Point", "x y")
