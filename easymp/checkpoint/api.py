@@ -289,15 +289,15 @@ class Checkpoints:
         """
         path = _one_of(path, input_dir, "input_dir")
         path = self._ask_parts(self._parts.loading, "load_state", path) or path
-        if path is not None and ranks.run_on_rank_0(self._run.world, lambda: _is_of_accelerate(path)):
-            return self._load_accelerate(os.fspath(path), strict, allow_pickle)
+        self._settle_saves()  # the save being written may be the one that is asked for
+        root, name = ranks.run_on_rank_0(self._run.world, lambda: self._locate(path))
+        if name is None:
+            return self._load_accelerate(root, strict, allow_pickle)
         if allow_pickle:
             raise RefusedError(
                 "load_state(allow_pickle=True) is for a local folder of Accelerate's save_state: checkpoints of "
                 "easymp hold no pickles. Leave it out"
             )
-        self._settle_saves()  # the save being written may be the one that is asked for
-        root, name = ranks.run_on_rank_0(self._run.world, lambda: self._locate(path))
         return self._load(root, name, strict)
 
     def _load_accelerate(self, folder: str, strict: bool, allow_pickle: bool) -> Loaded:
@@ -319,9 +319,11 @@ class Checkpoints:
         self._saver().line = folders.SaveLine()
         return loaded
 
-    def _locate(self, path: Path | None) -> tuple[str, str]:
-        """The folder above the checkpoint that `load_state` is asked for, and its name there."""
+    def _locate(self, path: Path | None) -> tuple[str, str | None]:
+        """The folder above the checkpoint to load, and its name there; a folder of Accelerate's itself, and None."""
         if path is not None:
+            if _is_of_accelerate(path):
+                return os.fspath(path), None
             root, name = folders.split(path)
             storage = folders.open_storage(root)
             if folders.is_checkpoint(storage.list(folders.newest_save(storage, name))):

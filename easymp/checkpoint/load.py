@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ logger = get_logger(__name__)
 
 ABSENT: Any = object()  # in the place of a state that the checkpoint does not have
 STUCK = "could not be put back"
+UNCHANGED = "was not loaded, and nothing has changed"
 PARTLY = (
     "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another "
     "checkpoint before going on. The cause"
@@ -203,9 +204,11 @@ def load_items(
     world: World, path: str, open_reader: Callable[[], CheckpointReader], items: Sequence[Saveable], tick: Tick = ignore
 ) -> Loaded:
     """Load the checkpoint at `path` that `open_reader` opens, as `load_checkpoint` does."""
+    reader: CheckpointReader
     loads: list[Callable[[], None]] = []
 
-    def read() -> CheckpointReader:
+    def read() -> None:
+        nonlocal reader
         reader = open_reader()
         for item in items:
             try:
@@ -222,18 +225,16 @@ def load_items(
         if unrequested := reader.unrequested():
             reader.complain(f"nothing here takes {join_some(unrequested)} of the checkpoint: prepare it first")
         reader.run(tick)
-        return reader
 
-    def fill() -> None:
+    def fill() -> list[str]:
         for load in loads:
             load()
+        return reader.skipped + undone
 
-    error, reader = attempt(read)
-    _raise_on_all(world, path, error_text(error), error)
-    skipped = reader.skipped + _run_trials(world, path, reader.trials, reader.strict)
+    run_on_all(world, read, f"{path} {UNCHANGED}: ")
+    undone = _run_trials(world, path, reader.trials, reader.strict)
     world.settle()  # values that wait to be averaged are about to be replaced
-    run_on_all(world, fill, f"{path} {PARTLY}: ")
-    skipped = list(dict.fromkeys(mismatch for mismatches in world.gather_objects(skipped) for mismatch in mismatches))
+    skipped = list(dict.fromkeys(chain.from_iterable(run_on_all(world, fill, f"{path} {PARTLY}: "))))
     if skipped:
         logger.warning("%s: skipped: %s", path, "; ".join(skipped))
     return Loaded(path, reader.manifest, tuple(skipped))
@@ -253,15 +254,10 @@ def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) 
     ]
     if strict or any(world.gather_objects(stuck)):
         text = "; ".join([f"{name}: {text}" for name, text in own_texts.items()] + stuck)
-        _raise_on_all(world, path, text, next(iter(errors.values()), None))
+        texts = join_errors(world.gather_objects(text))
+        outcome = "was not loaded" if STUCK in texts else UNCHANGED
+        raise CheckpointError(f"{path} {outcome}: {texts}") from next(iter(errors.values()), None)
     return [f"{name}: {text}" for name, text in failed.items()]
-
-
-def _raise_on_all(world: World, path: str, text: str, error: Exception | None) -> None:
-    """Raise the `text` of any rank on all."""
-    if texts := join_errors(world.gather_objects(text)):
-        outcome = "was not loaded" if STUCK in texts else "was not loaded, and nothing has changed"
-        raise CheckpointError(f"{path} {outcome}: {texts}") from error
 
 
 def with_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:

@@ -99,13 +99,8 @@ class SourceFile:
 
     def fetch(self, targets: Targets, tick: Tick = ignore) -> None:
         """Fill the `targets` (offset in the file, memory; sorted), and verify every BLOCK that is touched."""
-        end = 0
-        for offset, view in targets:
-            if view.nbytes and (offset < end or offset + view.nbytes > self.size):
-                fault = f"bytes {offset} to {offset + view.nbytes} are behind byte {end} of {self.size}"
-                raise CheckpointError(f"{self}: {fault}")
-            end = max(end, offset + view.nbytes)
-        ranges = split_targets([target for target in targets if target[1].nbytes], 0, end, BLOCK)
+        targets = [target for target in targets if target[1].nbytes]
+        ranges = split_targets(targets, 0, targets[-1][0] + targets[-1][1].nbytes if targets else 0, BLOCK)
         self.storage.read(self, ((begin // BLOCK, in_block) for begin, _, in_block in ranges if in_block), tick)
 
     def verify(self, tick: Tick = ignore, blocks: Iterable[int] | None = None) -> None:

@@ -71,7 +71,7 @@ def test_what_is_refused(tmp_path):
         for message, act in {
             "two names for one thing": lambda: acc.save_state(tmp_path / "a", output_dir=tmp_path / "b"),
             "runs code": lambda: acc.save_state(safe_serialization=False),
-            "hold no pickles": lambda: acc.load_state(tmp_path / "a", allow_pickle=True),
+            "hold no pickles": lambda: acc.load_state(acc.save_state(tmp_path / "c"), allow_pickle=True),
             "is not a name for a checkpoint": lambda: acc.save_state(tmp_path / "best.save-2"),
             "a dict cannot be kept: no state_dict and no load": lambda: acc.register_for_checkpointing({}),
             r"epochs\(-1\) is not a whole number": lambda: acc.epochs(-1),
