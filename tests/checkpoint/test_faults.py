@@ -21,12 +21,10 @@ import pytest
 from easymp import CheckpointError
 from easymp.checkpoint import folders, locks, storage
 from easymp.checkpoint.folders import is_committed, open_folder
-from easymp.checkpoint.save import Saves
 from easymp.checkpoint.storage import LocalStorage, SourceFile
 
 from .disk import CHANGES, Disk, Recorder, put
-from .things import Rows, loaded, save, values, world
-from .things import target as target_of
+from .things import loaded, save, values
 
 FIRST = "step-00000001"
 SAME, NEXT = "the same step", "the next step"
@@ -371,28 +369,3 @@ def test_a_flipped_bit_in_any_byte_and_any_other_length(one, tmp_path, step):
         file.write_bytes(content)
         verify(file.name)
         assert loaded(tmp_path, FIRST) == values(1)
-
-
-def swapped(root: str) -> str:
-    ranks = world()
-    saves = Saves(ranks)
-    saves.save(target_of(root, 1), [Rows(ranks.rank, ranks.size, 1)])
-    saves.close()
-    if ranks.rank == 0:
-        first_file, second_file = (Path(root, FIRST, f"model-0000{n}-of-00002.safetensors") for n in (1, 2))
-        aside = first_file.rename(Path(root, "aside"))
-        second_file.rename(first_file)
-        aside.rename(second_file)
-    ranks.barrier()
-    try:
-        loaded(root, FIRST, ranks)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        ranks.close()
-    return ""
-
-
-def test_files_that_changed_places(ranks, tmp_path):
-    for message in ranks(swapped, str(tmp_path)):
-        assert "nothing has changed" in message and "model-0000" in message

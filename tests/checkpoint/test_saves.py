@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager, redirect_stderr
 
 import pytest
@@ -252,26 +251,6 @@ def test_forked_children_do_not_keep_the_claim(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_of_many_at_once_one_has_it(tmp_path):
-    storage, got, refused = LocalStorage(tmp_path), [], []
-    start = threading.Barrier(8)
-
-    def attempt():
-        start.wait()
-        try:
-            got.append(acquire(storage, "best"))
-        except CheckpointError:
-            refused.append(1)
-
-    threads = [threading.Thread(target=attempt) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(got), len(refused)) == (1, 7)
-    got[0].release()
 
 
 MIB = 2**20

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from easymp.checkpoint.buffers import aligned, as_bytes
 from easymp.checkpoint.folders import open_storage
 from easymp.checkpoint.manifest import BLOCK, COMMIT
 from easymp.checkpoint.progress import Progress
-from easymp.checkpoint.storage import LocalStorage, SourceFile, Storage, crc32, read_small, run_in_threads
+from easymp.checkpoint.storage import LocalStorage, SourceFile, Storage, crc32, read_small
 from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.cli import main
 from easymp.errors import EasympError, redact
@@ -243,12 +242,6 @@ def test_checksums_are_the_same_without_their_package(monkeypatch):
         assert crc32.__wrapped__()(data, 123) == zlib.crc32(data, 123)
         monkeypatch.setitem(sys.modules, module, None)
     assert crc32.__wrapped__() is zlib.crc32
-
-
-def test_the_first_error_of_several_threads_is_raised_and_none_runs_on():
-    with pytest.raises(ZeroDivisionError):
-        list(run_in_threads(lambda number: 1 / (number - 5), range(50), "test"))
-    assert not [thread for thread in threading.enumerate() if thread.name == "easymp-test"]
 
 
 def test_links_pipes_and_folders_are_no_files(tmp_path):
