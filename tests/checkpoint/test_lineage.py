@@ -107,30 +107,41 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").rm("/lineage", recursive=True)
 
 
+FOREIGN = (".tmp-mine", "mine", "step-00000000")
+
+
 def names(root: str) -> list[str]:
+    """What lies beside files that are not ours."""
     fs, path = fsspec.url_to_fs(f"{root}/checkpoints")
-    return sorted(name.rpartition("/")[2] for name in fs.ls(path, detail=False))
+    assert all(fs.cat_file(f"{path}/{folder}/notes.txt") == b"mine" for folder in FOREIGN)
+    return sorted({name.rpartition("/")[2] for name in fs.ls(path, detail=False)} - {*FOREIGN})
 
 
 def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(root, caplog):
     async_ = "://" in root
+    fs, path = fsspec.url_to_fs(f"{root}/checkpoints")
+    for folder in FOREIGN:
+        fs.makedirs(f"{path}/{folder}")
+        fs.pipe_file(f"{path}/{folder}/notes.txt", b"mine")
     with run(root, limit=3) as training:
         training.to(8)
-        training.acc.save_state(f"{root}/kept")
+        training.acc.save_state(f"{root}/checkpoints/best")
         training.to(16, 18, 20, async_=async_)
-    assert names(root) == ["latest", *steps(16, 18, 20)]
+    assert names(root) == ["best", "latest", *steps(16, 18, 20)]
     with run(root, limit=3) as training:
-        training.acc.load_state(f"{root}/kept")
+        training.acc.load_state(f"{root}/checkpoints/best")
         for step in (10, 12, 14, 15):
             training.to(step, async_=async_)
             training.acc.wait_for_everyone()
-    assert names(root) == ["latest", *steps(12, 14, 15, 16, 18, 20)]
+    assert names(root) == ["best", "latest", *steps(12, 14, 15, 16, 18, 20)]
     assert "Not on it, and kept: step-00000016, step-00000018, step-00000020" in caplog.text
     assert resumed(root) == ("step-00000015", 15)
     gone = {f"s{step}": "abandoned" for step in (16, 18, 20)}
-    assert list(listed(root).items()) == list(states(**gone, s12="", s14="", s15="newest").items())
+    unfinished, best, *committed = listed(root).items()
+    assert unfinished[0] == "step-00000000" and best == ("best", "")
+    assert committed == list(states(**gone, s12="", s14="", s15="newest").items())
     trained(root, 19, load="step-00000018")  # back to the first line
-    assert resumed(root) == ("step-00000019", 19)
+    assert resumed(root) == ("step-00000019", 19) and fs.cat_file(f"{path}/latest") == b"step-00000019\n"
     assert [name for name, state in listed(root).items() if state == "abandoned"] == steps(20, 12, 14, 15)
 
 

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from easymp import Accelerator, CheckpointError
-from easymp.checkpoint import folders, locks, progress, storage
+from easymp.checkpoint import locks, progress, storage
 from easymp.checkpoint import save as saving
-from easymp.checkpoint.folders import committed_saves
 from easymp.checkpoint.locks import Heartbeat, acquire, lock_name, owner_record
 from easymp.checkpoint.manifest import full_box
 from easymp.checkpoint.progress import Progress, expect
@@ -54,30 +53,6 @@ def test_any_name_will_do_and_what_is_no_checkpoint_is_not_replaced(tmp_path):
     for name in ("", "a/b", ".tmp-best", "best.save-2"):
         with pytest.raises(CheckpointError, match="is not a name for a checkpoint"):
             saves.save(target(tmp_path, 7)._replace(name=name), [])
-
-
-@pytest.mark.parametrize("renames", [True, False])
-def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, monkeypatch, renames):
-    monkeypatch.setattr(LocalStorage, "renames", renames)
-    for name in ("step-00000000", "mine", ".tmp-mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "notes.txt").write_text("mine")
-    save(tmp_path, 9, step=9)
-    saves = Saves(world())
-    saves.save(target(tmp_path, 100, "best"), [Rows(0, 1, 9)])
-    remaining = []
-    for step in (1, 2, 3, 4):
-        saves.save(target(tmp_path, step), [Rows(0, 1, step)], limit=2)
-        remaining.append(
-            [save_record.folder.removeprefix("step-0000000") for save_record in committed_saves(LocalStorage(tmp_path))]
-        )
-    expected = (["1"], ["1", "2"], ["1", "2", "3"], ["2", "3", "4"])
-    assert remaining == [["9", *steps] for steps in expected]  # 9: another run
-    assert loaded(tmp_path, "best") == values(9)
-    saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # a lower step than others, and saved last
-    last = folders.newest_save(LocalStorage(tmp_path), "step-00000002")
-    assert listed(tmp_path) == [".tmp-mine", "best", "latest", "mine", "step-00000000", last, "step-00000009"]
-    assert (tmp_path / "latest").read_text() == f"{last}\n"
 
 
 @contextmanager
