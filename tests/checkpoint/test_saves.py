@@ -36,25 +36,6 @@ def listed(root):
     return sorted(os.listdir(root))
 
 
-def test_any_name_will_do_and_what_is_no_checkpoint_is_not_replaced(tmp_path):
-    for name in ("folder", "empty"):
-        (tmp_path / name).mkdir()
-    for name in ("file", "folder/notes.txt"):
-        (tmp_path / name).write_text("mine")
-    saves = Saves(world())
-    for name in ("file", "folder"):
-        message = rf"/{name} is there and is not a checkpoint .*pass another name"
-        with pytest.raises(CheckpointError, match=message):
-            saves.save(target(tmp_path, 1, name), [Rows(0, 1, 1)])
-    saves.save(target(tmp_path, 1, "empty"), [Rows(0, 1, 1)])
-    assert loaded(tmp_path, "empty") == values(1)
-    assert listed(tmp_path) == ["empty", "file", "folder"]  # no step, so no hint
-    assert (tmp_path / "folder" / "notes.txt").read_text() == "mine"
-    for name in ("", "a/b", ".tmp-best", "best.save-2"):
-        with pytest.raises(CheckpointError, match="is not a name for a checkpoint"):
-            saves.save(target(tmp_path, 7)._replace(name=name), [])
-
-
 @contextmanager
 def refusing(operation, path_part=".tmp-", act=None):
     """That operation on a path with that word, but for locks, finds a broken disk, or `act` is called instead."""

@@ -6,6 +6,7 @@ Where checkpoints go, which one is taken, where loops go on, and what is refused
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from itertools import count
@@ -66,13 +67,21 @@ def test_a_checkpoint_or_the_folder_above_it_is_loaded_by_the_peers_names_too(tm
 
 
 def test_what_is_refused(tmp_path):
+    root = tmp_path / "root"
+    for name in ("folder", "empty"):
+        (root / name).mkdir(parents=True)
+    for name in ("file", "folder/notes.txt"):
+        (root / name).write_text("mine")
     with Small(tmp_path, gradient_accumulation_steps=2) as run:
         acc = run.acc
         for message, act in {
-            "two names for one thing": lambda: acc.save_state(tmp_path / "a", output_dir=tmp_path / "b"),
+            "two names for one thing": lambda: acc.save_state(root / "a", output_dir=root / "b"),
             "runs code": lambda: acc.save_state(safe_serialization=False),
-            "hold no pickles": lambda: acc.load_state(acc.save_state(tmp_path / "c"), allow_pickle=True),
-            "is not a name for a checkpoint": lambda: acc.save_state(tmp_path / "best.save-2"),
+            "hold no pickles": lambda: acc.load_state(acc.save_state(root / "c"), allow_pickle=True),
+            "'best.save-2' is not a name for a checkpoint": lambda: acc.save_state(root / "best.save-2"),
+            "'.tmp-best' is not a name for a checkpoint": lambda: acc.save_state(root / ".tmp-best"),
+            "/file is there and is not a checkpoint .*pass another": lambda: acc.save_state(root / "file"),
+            "/folder is there and is not a checkpoint .*pass another": lambda: acc.save_state(root / "folder"),
             "a dict cannot be kept: no state_dict and no load": lambda: acc.register_for_checkpointing({}),
             r"epochs\(-1\) is not a whole number": lambda: acc.epochs(-1),
             "save_on_each_node=True cannot be honoured": lambda: ProjectConfiguration(save_on_each_node=True),
@@ -80,6 +89,9 @@ def test_what_is_refused(tmp_path):
         }.items():
             with pytest.raises((SettingError, RefusedError, CheckpointError), match=message):
                 act()
+        acc.load_state(acc.save_state(root / "empty"))
+        assert sorted(os.listdir(root)) == ["c", "empty", "file", "folder"]  # no step's name, so no hint
+        assert (root / "folder" / "notes.txt").read_text() == (root / "file").read_text() == "mine"
         with acc.accumulate(run.model):
             acc.backward(run.model(torch.randn(4, 12)).sum())
             with pytest.raises(StepError, match="micro-step 1 of 2"):
