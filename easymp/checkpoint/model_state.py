@@ -102,8 +102,8 @@ class ModelState:
         faults: list[str] = []
         fills: Fills = []
         filled: dict[int, tuple[str, StoredTensor]] = {}  # id of a live tensor → its first name, and what it takes
-        own = {name: value for name, (_, value) in live.items() if name in saved and id(value) in own_ids}
-        for (name, value), chunks in zip(own.items(), local_chunks(own.values())):
+        own_tensors = {name: value for name, (_, value) in live.items() if name in saved and id(value) in own_ids}
+        for (name, value), chunks in zip(own_tensors.items(), local_chunks(own_tensors.values())):
             if not isinstance(saved[name], TensorName):
                 faults.append(f"{name} is not a tensor in the checkpoint")
                 continue
@@ -128,7 +128,8 @@ class ModelState:
                 fills += [(path, box, view) for box, view in chunks]
         if faults:
             source.complain(f"{self._name}: {join_some(faults)}")
-        if extra := [name for name in live if name in saved and name not in own]:  # of get_extra_state, and of hooks
+        # Of get_extra_state, and of hooks.
+        if extra := [name for name in live if name in saved and name not in own_tensors]:
             values = with_tensors({live[name][0]: saved[name] for name in extra}, source.read_tensor)
             source.trials.append(self._trial(values, dict(live[name] for name in extra), source.strict))
         return source.fill_live(fills)
