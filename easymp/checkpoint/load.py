@@ -171,7 +171,8 @@ class CheckpointReader:
         """Read and verify what was requested."""
         reads, live_reads = plan_reads(self._requests), self._live_reads
         self._tick = tick
-        expect(tick, sum(read.target.nbytes for read in (*reads, *live_reads, *live_reads)))
+        live_bytes = sum(read.target.nbytes for read in live_reads)
+        expect(tick, sum(read.target.nbytes for read in reads) + 2 * live_bytes)  # these are verified, then read
         read_all(self.files, reads, tick)
         verified = blocks_of(reads)
         for name, blocks in blocks_of(live_reads).items():  # verified here, then read again into live tensors
@@ -244,7 +245,9 @@ def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) 
     """Run all trials, or undo them all. Without `strict`, only failed ones (on any rank) are undone and returned."""
     errors = {trial.name: error for trial in trials if (error := attempt(trial.change)[0]) is not None}
     own_texts = {name: error_text(error) for name, error in errors.items()}
-    failed = {name: text for texts in reversed(world.gather_objects(own_texts)) for name, text in texts.items()}
+    failed: dict[str, str] = {}
+    for texts in reversed(world.gather_objects(own_texts)):  # the lowest rank's text stays
+        failed |= texts
     if not failed:
         return []
     stuck = [
@@ -357,9 +360,10 @@ class FileRead(NamedTuple):
 
 
 def plan_reads(requests: Sequence[ReadRequest]) -> list[FileRead]:
+    """Plan the reads that fill all `requests`."""
     reads: list[FileRead] = []
-    for (stored, box, target), plain in zip(requests, [is_plain(request.target) for request in requests]):
-        is_direct = plain and target.dtype == stored.dtype
+    for stored, box, target in requests:
+        is_direct = is_plain(target) and target.dtype == stored.dtype
         for chunk in stored.chunks:
             if is_direct and chunk.box == box and target.numel():
                 end = chunk.begin + target.nbytes
@@ -373,10 +377,12 @@ def plan_reads(requests: Sequence[ReadRequest]) -> list[FileRead]:
 def _reads_of(dtype: torch.dtype, chunk: Chunk, common: Box, target: Tensor) -> Iterator[FileRead]:
     """Divide the elements `common` of a chunk into reads, in the order of the file."""
     size = dtype.itemsize
-    (first, length), (second, _) = [*islice(contiguous_runs(common, chunk.box), 2), (0, 0)][:2]
-    with_gaps = second > first and length * size < SHORT and (second - first) * size <= NEAR
+    (first, length), *others = islice(contiguous_runs(common, chunk.box), 2)
+    to_next = others[0][0] - first if others else 0  # elements from one run to the next
+    with_gaps = to_next > 0 and length * size < SHORT and to_next * size <= NEAR
     is_direct = not with_gaps and target.dtype == dtype and is_plain(target)
-    max_elements = STAGE // size * common.numel // (span(common, chunk.box) if with_gaps else common.numel)
+    file_elements = span(common, chunk.box) if with_gaps else common.numel  # gaps are read, too
+    max_elements = STAGE // size * common.numel // file_elements
     for box in [common] if is_direct else split_box(common, max(max_elements, 1)):
         begin = chunk.begin + next(contiguous_runs(box, chunk.box))[0] * size
         end = begin + span(box, chunk.box) * size
@@ -394,6 +400,7 @@ def read_all(files: Files, reads: Iterable[FileRead], tick: Tick = ignore) -> No
     for read in reads:
         by_file.setdefault(read.file, []).append(read)
     sizes = [read.staged_size for in_file in by_file.values() for read in in_file if read.staged_shape is not None]
+    # All at once up to STAGE bytes, and at least the largest read.
     stage = aligned(max(min(sum(sizes), STAGE), *sizes)) if sizes else torch.empty(0, dtype=torch.uint8)
     with torch.no_grad():
         for name, in_file in by_file.items():
@@ -434,8 +441,8 @@ def blocks_of(reads: Iterable[FileRead]) -> dict[str, set[int]]:
     return by_file
 
 
-def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
-    """Group reads in file order: no overlaps inside a group, and its staged bytes fit `room`. Overlaps come last."""
+def _batches(reads: list[FileRead], stage_size: int) -> Iterator[list[FileRead]]:
+    """Group reads in file order: no overlaps inside a group, and its staged bytes are at most `stage_size`."""
     while reads:
         batch, overlapping = list[FileRead](), list[FileRead]()
         staged = end = 0
@@ -444,7 +451,7 @@ def _batches(reads: list[FileRead], room: int) -> Iterator[list[FileRead]]:
                 overlapping.append(read)
                 continue
             size = 0 if read.staged_shape is None else read.staged_size
-            if staged + size > room:
+            if staged + size > stage_size:
                 yield batch
                 batch, staged = [], 0
             batch.append(read)

@@ -93,7 +93,10 @@ class Snapshot:
     _replicated: dict[str, Collection[int] | None] = field(default_factory=dict)
 
     def add(self, name: str, value: Any, own: bool = False, replicated: Collection[int] | None = None) -> None:
-        """Keep nested `value`; `own`: one of each rank. `replicated`: ids of tensors equal on all ranks, None: all."""
+        """Add nested `value` under `name`. `own`: each rank has a value of its own.
+
+        `replicated`: ids of the tensors that are equal on all ranks; None: all are.
+        """
         name = per_rank(self.rank, name) if own else name
         self.states[name], self._replicated[name] = value, replicated
 
@@ -155,9 +158,11 @@ def plan_files(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
             raise CheckpointError(f"{name}: the ranks do not have the whole of it: {fault}")
     sizes = {(name, box): prod(box.shape) * specs[name][0].itemsize for name, box in holders}
     rank_bytes, writers = [0] * len(chunks_by_rank), dict.fromkeys(holders, 0)
-    for key in sorted(holders, key=sizes.__getitem__, reverse=True):
-        writers[key] = holders[key][0] if key[0] in differing else min(holders[key], key=rank_bytes.__getitem__)
-        rank_bytes[writers[key]] += sizes[key]
+    for name, box in sorted(holders, key=sizes.__getitem__, reverse=True):
+        ranks = holders[name, box]
+        writer = ranks[0] if name in differing else min(ranks, key=rank_bytes.__getitem__)
+        writers[name, box] = writer
+        rank_bytes[writer] += sizes[name, box]
     return _lay_out_files(specs, writers)
 
 
@@ -170,16 +175,16 @@ def _lay_out_files(specs: Mapping[str, tuple[torch.dtype, Shape]], writers: Mapp
             by_group.setdefault(name.partition("/")[0], {}).setdefault(rank, []).append((name, box))
     files: list[FilePlan] = []
     stored: dict[str, list[Chunk]] = {name: [] for name in specs}
-    for group, contents in by_group.items():
-        for number, rank in enumerate(sorted(contents), 1):
+    for group, chunks_by_rank in by_group.items():
+        for number, rank in enumerate(sorted(chunks_by_rank), 1):
             # Wide types first, so that each tensor is aligned for its type.
-            ordered = sorted(contents[rank], key=lambda key: -specs[key[0]][0].itemsize)
-            file = f"{group}-{number:05d}-of-{len(contents):05d}.safetensors"
-            # The name of a chunk in the file includes its box.
-            entries = [
-                (name.partition("/")[2] + ("" if box.shape == specs[name][1] else str(box)), specs[name][0], box.shape)
-                for name, box in ordered
-            ]
+            ordered = sorted(chunks_by_rank[rank], key=lambda key: -specs[key[0]][0].itemsize)
+            file = f"{group}-{number:05d}-of-{len(chunks_by_rank):05d}.safetensors"
+            entries = []
+            for name, box in ordered:
+                dtype, shape = specs[name]
+                suffix = "" if box.shape == shape else str(box)  # of a part of a tensor
+                entries.append((name.partition("/")[2] + suffix, dtype, box.shape))
             header, slots = encode_header(entries, {"format": "pt"})
             for (name, box), slot in zip(ordered, slots):
                 stored[name].append(Chunk(box, file, slot.begin))
@@ -240,13 +245,13 @@ class HostCopy:
                 end = begin + tensor.nbytes
                 if end - begin > SMALL and is_plain(tensor):
                     source = as_bytes(tensor)
-                    steps = range(0, len(source), LARGE)
-                    large += [(content[begin + i : end][:LARGE], source[i : i + LARGE]) for i in steps]
+                    target = content[begin:end]
+                    large += [(target[i : i + LARGE], source[i : i + LARGE]) for i in range(0, len(source), LARGE)]
                 else:
                     _copy_row_major(image[begin:end], tensor)
                 begin = end
             start += -(-plan.size // PAGE) * PAGE
-        # Plain threads, as torch's own wait for each other at every tensor.
+        # Plain threads: torch's pool synchronises after every tensor.
         for _ in run_in_threads(lambda task: copy(*task), large, "copy"):
             pass
         on_cuda = [tensors[key] for plan in plans for key in plan.contents if tensors[key].is_cuda]
@@ -283,7 +288,7 @@ class ExtraFiles:
 
     files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
     names: Collection[str] = ()  # of all ranks' files
-    close: Callable[[], None] = lambda: None  # for when they are copied, or never will be; once or more
+    close: Callable[[], None] = lambda: None  # called after the copy, or when there will be none; maybe again
 
 
 NO_FILES = ExtraFiles()
@@ -442,7 +447,7 @@ class Save:
 
     def run(self) -> None:
         with closing(self.extra), self.meeting:
-            try:
+            try:  # `Meeting.run` returns all ranks' results, and that of rank 0
                 _, (folder, digests) = self.meeting.run(self._begin, self._close)
                 reports, _ = self.meeting.run(lambda: self._write(folder, digests), self._close)
                 self.meeting.run(lambda: self._commit(reports), self._close)
@@ -473,7 +478,7 @@ class Save:
         storage, checksums = self.target.storage, dict[str, list[int]]()
         extra_size = sum(file.size for file in self.extra.files.values())
         expect(self.tick, sum(file.size for file in self.own_files) + extra_size)
-        tick = self._count if self.meeting.size > 1 else self.tick
+        tick = self._tick_unless_failed if self.meeting.size > 1 else self.tick
         for file in self.own_files:
             name = f"{folder}/{file.name}"
             content = self.host_copy.content(file) if self.host_copy else file_content(file, self.snapshot.tensors)
@@ -489,7 +494,7 @@ class Save:
         states = self.snapshot.states if self.meeting.rank else {}
         return checksums, {name: state for name, state in states.items() if digests.get(name) != _digest(state)}
 
-    def _count(self, count: int) -> None:
+    def _tick_unless_failed(self, count: int) -> None:
         if self.meeting.failed:
             raise CheckpointError(STOPPED)
         self.tick(count)
@@ -505,7 +510,8 @@ class Save:
         planned = {file.name for file in self.plan.files}
         for rank, (checksums, rank_states) in enumerate(reports):
             for name, (size, *crcs) in checksums.items():
-                (files if name in planned else extra)[name] = FileRecord(size, tuple(crcs))
+                records = files if name in planned else extra
+                records[name] = FileRecord(size, tuple(crcs))
                 if rank and storage.size(f"{folder}/{name}") != size:
                     raise CheckpointError(f"{name} of rank {rank} is not visible on rank 0: {SHARE}")
             for name, state in rank_states.items():
