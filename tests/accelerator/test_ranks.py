@@ -6,49 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 import easymp
 import easymp.compat.accelerate
 from easymp import Accelerator
 
-from ..strategies.models import refuses, whole
+from ..strategies.models import refuses
 from .models import data, make
-
-COUNTS = [[3, 8], [1, 6], [9, 2], [4, 4]]  # of tokens: micro-step, rank
-
-
-def tokens() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    draw = torch.Generator().manual_seed(1)
-
-    def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(n, 4, generator=draw), torch.randint(0, 2, (n,), generator=draw)
-
-    return [[batch(n) for n in row] for row in COUNTS]
-
-
-def token_windows(strategies: list[str]) -> list[list[torch.Tensor]]:
-    found = []
-    for strategy in strategies:
-        with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=4) as acc:
-            model = acc.prepare(make())
-            for row in tokens():
-                x, y = (torch.cat(parts) for parts in zip(*row[acc.process_index :: acc.num_processes]))
-                loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
-                with acc.accumulate(model):
-                    acc.backward(loss, num_items=len(y))
-            found.append([whole(p.grad) for p in model.parameters()])
-    return found
-
-
-def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
-    model = make()
-    x, y = (torch.cat(parts) for parts in zip(*(batch for row in tokens() for batch in row)))
-    nn.functional.cross_entropy(model(x), y).backward()
-    zero, one = ranks(token_windows, ["ddp", "fsdp"])
-    for got in (*token_windows(["single"]), *zero, *one):
-        torch.testing.assert_close(got, [p.grad for p in model.parameters()])
 
 
 @pytest.mark.on_ranks(2)
