@@ -35,13 +35,14 @@ from easymp.training.state import OPEN_RUNS, accelerators
 from .words import make_accelerator
 
 Row = Mapping[str, str]
+Axes = Mapping[str, tuple[str, ...]]
 WIDTH, BATCH, MICRO = 16, 12, 6  # the model's, samples in a micro-batch of all ranks, micro-batches in a run
 HALFWAY, POISONED = 2, 4  # micro-batches before the save, and before the loss that is not finite
 PARALLEL = ("ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd")
 RANKS = {"single": 1, "data_parallel": 1, "hsdp": 4}  # others: 2
 
 # Axes, and the words of each; the first one is what a script has that says nothing.
-AXES: dict[str, tuple[str, ...]] = {
+AXES: Axes = {
     "strategy": ("single", "data_parallel", *PARALLEL),
     "precision": ("fp32", "bf16", "fp16", "bf16-true", "bf16-true, rounded", "fp16-true", "O1", "O2", "O3"),
     "parameters": ("dense", "frozen", "shared", "sparse", "batchnorm"),
@@ -66,6 +67,10 @@ AXES: dict[str, tuple[str, ...]] = {
     "replay": ("no replay", "replay"),
     "determinism": ("any algorithm", "deterministic"),
 }
+# Axes beside which all is in fp32 and by SGD: steps of Adam, Lion and Muon hide a wrong factor of all gradients, and
+# half precision a small error.
+EXACT = ("strategy", "parameters", "data", "call", "clip", "recomputation", "window", "models", "step", "in backward")
+EXACT_AXES: Axes = {axis: words if axis in EXACT else words[:1] for axis, words in AXES.items()}
 SLOW_AXES = ("compile", "checkpoint", "recomputation")
 WORDS = [word for words in AXES.values() for word in words]
 PLAIN: Row = {axis: words[0] for axis, words in AXES.items()}
@@ -150,20 +155,29 @@ def is_possible(words: Sequence[str]) -> bool:
     return not words or excluded()[words[-1]].isdisjoint(words)
 
 
-def possible_pairs() -> set[frozenset[str]]:
-    axes = itertools.combinations(AXES.values(), 2)
-    return {frozenset(pair) for a, b in axes for pair in itertools.product(a, b) if is_possible(pair)}
+def possible_pairs(axes: Axes = AXES) -> set[frozenset[str]]:
+    pairs_of_axes = itertools.combinations(axes.values(), 2)
+    return {frozenset(pair) for a, b in pairs_of_axes for pair in itertools.product(a, b) if is_possible(pair)}
 
 
 @cache
 def rows() -> list[Row]:
-    """A covering array: each possible pair of words is in a row."""
+    return covering_array(AXES)
+
+
+@cache
+def exact_rows() -> list[Row]:
+    return covering_array(EXACT_AXES)
+
+
+def covering_array(axes: Axes) -> list[Row]:
+    """Each possible pair of words of these axes is in a row."""
     found = [
-        dict(zip(AXES, words)) for words in AllPairs([list(words) for words in AXES.values()], filter_func=is_possible)
+        dict(zip(axes, words)) for words in AllPairs([list(words) for words in axes.values()], filter_func=is_possible)
     ]
-    missing = possible_pairs() - {pair for row in found for pair in pairs_of(row)}
+    missing = possible_pairs(axes) - {pair for row in found for pair in pairs_of(row)}
     while missing:  # allpairspy ends where it cannot go on without one that is refused
-        found.append(row_with(min(missing, key=sorted), missing))
+        found.append(row_with(min(missing, key=sorted), missing, axes))
         missing -= set(pairs_of(found[-1]))
     make_quick(found)
     return found
@@ -190,14 +204,14 @@ def row_of(words: Sequence[str]) -> Row:
     return row
 
 
-def row_with(pair: frozenset[str], missing: set[frozenset[str]]) -> Row:
+def row_with(pair: frozenset[str], missing: set[frozenset[str]], axes: Axes) -> Row:
     """A row with `pair` and many of the `missing` pairs, word by word; first words of axes go with all others."""
-    row = {axis: word for axis, words in AXES.items() for word in words if word in pair}
-    for axis, words in AXES.items():
+    row = {axis: word for axis, words in axes.items() for word in words if word in pair}
+    for axis, words in axes.items():
         if axis not in row:
             possible = [word for word in words if is_possible([*row.values(), word])]
             row[axis] = max(possible, key=lambda word: sum(frozenset((word, w)) in missing for w in row.values()))
-    return {axis: row[axis] for axis in AXES}
+    return {axis: row[axis] for axis in axes}
 
 
 def pairs_of(row: Row) -> Iterator[frozenset[str]]:
@@ -640,12 +654,12 @@ def plain(row: Row, strategy: str, samples: Sequence[Sequence[Sequence[int]]]) -
             replicas = [copy.deepcopy(replicas[0]) for _ in ranks]
         if micro >= begin_apart:
             losses.append(
-                [loss for replica, rank in zip(replicas, ranks) for loss in replica.micro_step(micro, [rank])]
+                [loss for replica, rank in zip(replicas, ranks) for loss in replica.micro_step(micro, [rank], ranks)]
             )
             if replicas[0].ended:
                 average([replica.models for replica in replicas])
         else:
-            losses.append(replicas[0].micro_step(micro, ranks))
+            losses.append(replicas[0].micro_step(micro, ranks, ranks))
     first = replicas[0]
     weights = copies([model.state_dict() for model in first.models])
     return Result(losses, [], weights, first.averages, [], first.updates, None)
@@ -669,11 +683,14 @@ class PlainReplica:
         self.averages = copies([dict(model.named_parameters()) for model in self.models])
         self.updates, self.later, self.ended = 0, False, False
         self.window: list[list[Any]] = []
+        self.items = 0.0
 
-    def micro_step(self, micro: int, ranks: Sequence[Sequence[int]]) -> list[float]:
-        """Losses by rank (of the first model)."""
+    def micro_step(self, micro: int, ranks: Sequence[Sequence[int]], all_ranks: Sequence[Sequence[int]]) -> list[float]:
+        """Losses by rank (of the first model). Items are counted over all ranks, also by those that train alone."""
         images, labels = digits()
         self.window.append([(images[list(rank)], labels[list(rank)]) for rank in ranks])
+        items = sum(int((labels[list(rank)] != 3).sum()) for rank in all_ranks)
+        self.items += items * len(ranks) / len(all_ranks)
         size = 2 if self.row["window"] != "one micro-batch" else 1
         self.ended = (micro + 1) % size == 0
         losses = []
@@ -684,6 +701,7 @@ class PlainReplica:
             if not poisoned:
                 self.update()
             self.window.clear()
+            self.items = 0.0
             if micro + 1 >= HALFWAY and not self.later:
                 self.later = True
                 if self.row["models"] == "group added later":
@@ -716,11 +734,10 @@ class PlainReplica:
         for model, optimizer, scheduler, averages in zip(self.models, self.optimizers, self.schedulers, self.averages):
             model.zero_grad()
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            items = sum(int((y != 3).sum()) for ranks in self.window for _, y in ranks)
             for ranks in self.window:
                 total = torch.stack(self.rank_losses(model, ranks))
                 if self.row["window"] == "token weights":
-                    (total.sum() / items).backward()
+                    (total.sum() / self.items).backward()
                 else:
                     (total.mean() / len(self.window)).backward()
             for name, buffer in model.named_buffers():  # batch-norm has seen these batches in micro_step

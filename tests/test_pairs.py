@@ -31,6 +31,8 @@ def test_each_possible_pair_is_in_a_row() -> None:
     assert len(pairs.WORDS) == len(set(pairs.WORDS)) >= 45
     assert pairs.possible_pairs() <= {pair for row in pairs.rows() for pair in pairs.pairs_of(row)}
     assert not any(pair in pairs.refusals() for row in pairs.rows() for pair in pairs.pairs_of(row))
+    exact_pairs = {pair for row in pairs.exact_rows() for pair in pairs.pairs_of(row)}
+    assert pairs.possible_pairs(pairs.EXACT_AXES) <= exact_pairs
 
 
 def refused(pairs_of_size: Sequence[tuple[Sequence[str], str]], folder: str) -> list[str]:
@@ -86,30 +88,29 @@ def test_each_pair_of_the_table_is_refused_with_its_reason(ranks: Any, tmp_path:
 # -- the rows train as the plain loop does
 
 
-def check_trained(ranks: Any, numbers: Iterable[int], folder: str) -> None:
+def check_trained(ranks: Any, rows: Sequence[pairs.Row], folder: str) -> None:
     """Train each row under its strategy and on one process, and compare with the plain loop."""
-    rows = pairs.rows()
     faults = []
-    for size, runs in pairs.runs_of([(number, rows[number]) for number in numbers]).items():
+    for size, runs in pairs.runs_of(list(enumerate(rows))).items():
         for begin in range(0, len(runs), BATCH):
             batch = runs[begin : begin + BATCH]
             by_rank = ranks(pairs.outcomes, batch, folder, processes=size, timeout=300)
-            for (number, row, strategy), results in zip(batch, zip(*by_rank)):
+            for (_, row, strategy), results in zip(batch, zip(*by_rank)):
                 if fault := pairs.fault(row, strategy, results):
-                    words = sorted(set(row.values()) - set(pairs.PLAIN.values()))
-                    faults.append(f"row {number} under {strategy} ({', '.join(words)}): {fault}")
+                    words = [word for word in row.values() if word not in pairs.PLAIN.values()]
+                    faults.append(f"({', '.join(words)}) under {strategy}: {fault}")
     assert not faults, "\n".join(faults)
 
 
 def test_a_sample_of_the_rows_trains_as_the_plain_loop(ranks: Any, tmp_path: Any) -> None:
-    numbers = random.Random(SEED).sample(range(len(pairs.rows())), 4)
-    check_trained(ranks, numbers, str(tmp_path))
+    draw = random.Random(SEED)
+    check_trained(ranks, draw.sample(pairs.rows(), 3) + draw.sample(pairs.exact_rows(), 3), str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_row_trains_as_the_plain_loop(ranks: Any, tmp_path: Any, part: int) -> None:
-    check_trained(ranks, range(part, len(pairs.rows()), PARTS), str(tmp_path))
+    check_trained(ranks, (pairs.rows() + pairs.exact_rows())[part::PARTS], str(tmp_path))
 
 
 @pytest.mark.slow
