@@ -72,22 +72,31 @@ extern "C" void run(long long blocks, {parameters}) {{
 """
 
 
+COMMAND = "g++ -std=c++17 -O1 -shared -fPIC -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off".split()
+COMMAND += ["-Wno-unused-parameter"]
+
+
 @cache
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="kernels-"))
+    """A folder that all processes and sessions of this user share, for this version of g++."""
+    version = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
+    name = f"kernels-{os.getuid()}-{hashlib.sha256(version).hexdigest()[:8]}"
+    path = Path(tempfile.gettempdir(), name)
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 @cache
 def compiled(text: str, arguments: tuple[str, ...], flags: tuple[str, ...]) -> ctypes._CFuncPtr:
-    name = hashlib.sha256("\n".join([text, *flags]).encode()).hexdigest()[:16]
-    path = folder() / f"{name}.so"
-    (folder() / f"{name}.cpp").write_text(text)
-    command = "g++ -std=c++17 -O1 -shared -fPIC -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off".split()
-    command += ["-Wno-unused-parameter", *flags]
-    process = subprocess.run(
-        [*command, "-o", os.fspath(path), f"{folder() / name}.cpp"], capture_output=True, text=True
-    )
-    assert process.returncode == 0, f"{process.stderr}\n{text}"
+    command = [*COMMAND, *flags]
+    path = folder() / f"{hashlib.sha256(chr(10).join([text, *command]).encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder()) as own_folder:
+            Path(own_folder, "kernel.cpp").write_text(text)
+            command += ["-o", f"{own_folder}/kernel.so", f"{own_folder}/kernel.cpp"]
+            process = subprocess.run(command, capture_output=True, text=True)
+            assert process.returncode == 0, f"{process.stderr}\n{text}"
+            os.replace(f"{own_folder}/kernel.so", path)
     run = ctypes.CDLL(os.fspath(path)).run
     run.argtypes = [ctypes.c_int64, *(CTYPES[a.split()[0]] for a in arguments)]
     run.restype = None
