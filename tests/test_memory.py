@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.memory_words import Live
-from easymp import Accelerator, PrepareError, SettingError, memory
+from easymp import PrepareError, SettingError, memory
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 from easymp.training.activations import follow_step
 
 from .strategies import models
+from .strategies.ways import WAYS, Way
 from .words import make_accelerator
 
 F32 = 4
@@ -31,9 +32,9 @@ def held(tensors: list[Tensor]) -> int:
 # -- beside real training ----------------------------------------------------------------------------------------------
 
 
-def train(strategy: str, kind: str, precision: str) -> dict[str, int]:
+def train(case: Way, kind: str, precision: str) -> dict[str, int]:
     """One update; bytes of what this rank holds before gradients are cleared."""
-    with Accelerator(strategy=strategy, mixed_precision=precision, cpu=True) as acc:
+    with models.under(case.strategy, dict(case.options), precision=precision, cpu=True) as acc:
         model = models.make(kind)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer = acc.prepare(model, optimizer)
@@ -50,15 +51,17 @@ def train(strategy: str, kind: str, precision: str) -> dict[str, int]:
 CASES = [(kind, precision) for kind in ("conv", "tied") for precision in ("fp32", "bf16")]
 
 
-def train_all(strategy: str) -> list[dict[str, int]]:
-    return [train(strategy, kind, precision) for kind, precision in CASES]
+def train_all(case: Way) -> list[dict[str, int]]:
+    return [train(case, kind, precision) for kind, precision in CASES]
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 2)])
-def test_what_a_rank_holds_is_what_was_predicted(ranks, strategy, processes):
-    each = zip(*ranks(train_all, strategy, processes=processes))
+@pytest.mark.parametrize("label", ["single", "ddp", "zero1", "fsdp", "tensor_parallel", "tensor_parallel in fsdp"])
+def test_what_a_rank_holds_is_what_was_predicted(ranks, label):
+    case = WAYS[label]
+    each = zip(*ranks(train_all, case, processes=case.sizes[0]))
+    way = {"strategy": case.strategy, "options": dict(case.options), "world": case.sizes[0]}
     for (kind, precision), seen in zip(CASES, each, strict=True):
-        predicted = estimate(models.make(kind), strategy=strategy, precision=precision, world=processes)
+        predicted = estimate(models.make(kind), precision=precision, **way)
         for name in seen[0]:
             # The fullest rank decides. Torch rounds a bucket or a shard up here and there.
             assert max(one[name] for one in seen) == pytest.approx(getattr(predicted, name), rel=0.01), name

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from easymp import Accelerator, PreparedLoader, PrepareError, RefusedError, SettingError, StepError
+from easymp import Accelerator, PreparedLoader, PrepareError, SettingError, StepError
 from easymp.compat.accelerate import AcceleratorState
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 
@@ -88,20 +88,18 @@ def test_what_cannot_be_prepared(acc: Accelerator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "words"),
+    ("keywords", "words"),
     [
-        ({"mixed_precision": "bf61"}, SettingError, r"'bf61' is not one of .*did you mean 'bf16'"),
-        ({"mixed_precision": "tf32"}, RefusedError, "TF32 is a mode of GPU Tensor Cores"),
-        ({"strategy": "ddp"}, RefusedError, "and there is one; start several"),
-        ({"mixed_precison": "bf16"}, SettingError, "no argument 'mixed_precison', did you mean"),
-        ({"log_with": "jsonk"}, SettingError, "'jsonk' is not a tracker, did you mean 'jsonl'"),
-        ({"dynamo_plugin": object()}, SettingError, r"pass compile=CompileOptions\(...\)"),
-        ({"kwargs_handlers": [object()]}, SettingError, r"no argument 'kwargs_handlers': pass strategy_options"),
-        ({"timeout": 60}, SettingError, r"no argument 'timeout': pass settings=Settings\(timeout=...\)"),
+        ({"mixed_precision": "bf61"}, r"'bf61' is not one of .*did you mean 'bf16'"),
+        ({"mixed_precison": "bf16"}, "no argument 'mixed_precison', did you mean"),
+        ({"log_with": "jsonk"}, "'jsonk' is not a tracker, did you mean 'jsonl'"),
+        ({"dynamo_plugin": object()}, r"pass compile=CompileOptions\(...\)"),
+        ({"kwargs_handlers": [object()]}, r"no argument 'kwargs_handlers': pass strategy_options"),
+        ({"timeout": 60}, r"no argument 'timeout': pass settings=Settings\(timeout=...\)"),
     ],
 )
-def test_the_constructor_refuses(keywords: dict, error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_the_constructor_refuses(keywords: dict, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
         Accelerator(**keywords)
     with pytest.raises(StepError, match="needs an open Accelerator"):
         AcceleratorState()  # what was begun has ended again

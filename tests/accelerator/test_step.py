@@ -90,6 +90,11 @@ def test_num_items_may_be_weights_and_no_nonsense(steps: int) -> None:
             with acc.accumulate(model):
                 acc.backward((model(part)[:, 0] * its).sum(), num_items=its.sum())
         torch.testing.assert_close(model.weight.grad, (x[:, 0] * weights).sum().view(1, 1) / weights.sum())
+        model.zero_grad()
+        for part in x.chunk(steps):
+            with acc.accumulate(model):
+                acc.backward((model(part) * 0).sum(), num_items=0)
+        assert model.weight.grad.item() == 0.0
         for wrong in (-3, float("nan"), float("inf"), "4", torch.tensor(-1), torch.tensor([True, False])):
             with acc.accumulate(model), pytest.raises(StepError, match="as num_items: pass how many"):
                 acc.backward(model(x).sum(), num_items=wrong)  # type: ignore[arg-type]

@@ -22,7 +22,8 @@ from easymp.base.parts import EVENTS
 from easymp.registry import PARTS
 from easymp.training.state import accelerators
 
-from ..strategies.models import refuses
+from ..pairs import Counter
+from ..strategies.models import refuses, whole
 from ..words import make_accelerator
 
 
@@ -52,10 +53,6 @@ UPDATE = "batch_ready forward loss after_backward gradients norm step stepped ze
 MICRO_STEP = "batch_ready forward loss after_backward batch".split()
 for _event in set(UPDATE) - {"gradients"}:
     setattr(Recorder, _event, recording(_event))
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train(part: Part, strategy: str | None = None, epochs: int = 1, **settings: Any) -> Accelerator:
@@ -163,20 +160,6 @@ def test_a_part_vetoes_steps(leaves_out: bool, precision: str) -> None:
     acc.end_training()
 
 
-class Counter(Part):
-    name = "counter"
-    updates = 0
-
-    def stepped(self, optimizer: Any) -> None:
-        self.updates += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"updates": self.updates}
-
-    def load(self, state: Any) -> None:
-        self.updates = state["updates"]
-
-
 def test_checkpoints_keep_the_state_of_a_part(tmp_path: Path) -> None:
     acc = train(Counter())
     acc.save_state(tmp_path / "one")
@@ -267,7 +250,7 @@ def test_any_part_can_be_taken_out(tmp_path: Path) -> None:
     files = {PARTS.homes[name].partition(":")[0].replace(".", "/") + ".py" for name in PARTS}
     for number, file in enumerate(sorted(files)):
         copy = tmp_path / str(number) / "easymp"
-        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(package, copy)  # with the byte code, which is valid for files of the same time
         (copy / file).unlink()
         registry = copy / "registry.py"
         home = file.removesuffix(".py").replace("/", ".")

@@ -20,13 +20,11 @@ def counting(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-def trained(
-    strategy: str, kind: str, compile: Any, options: Any = None, precision: str = "no", checkpointing: Any = False
-) -> dict[str, Any]:
+def trained(compile: Any, precision: str = "no", checkpointing: Any = False) -> dict[str, Any]:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with under(strategy, options, 2, precision, compile=compile, activation_checkpointing=checkpointing) as acc:
-        return {**train(acc, kind, 0.1), "graphs": len(GRAPHS)}
+    with under(None, None, 2, precision, compile=compile, activation_checkpointing=checkpointing) as acc:
+        return {**train(acc, "tied", 0.1), "graphs": len(GRAPHS)}
 
 
 EAGER = {what: CompileOptions(what=what, backend=counting) for what in ("model", "blocks")}
@@ -35,30 +33,13 @@ AOT = {what: CompileOptions(what=what, backend="aot_eager") for what in ("model"
 
 @pytest.mark.parametrize(("target", "checkpointing"), [("model", False), ("blocks", True)])
 def test_alone(target: str, checkpointing: bool) -> None:
-    agree(trained("single", "tied", AOT[target], checkpointing=checkpointing), trained("single", "tied", False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "target", "options", "checkpointing", "size"),
-    [
-        ("ddp", "model", None, False, 2),
-        ("ddp", "blocks", None, True, 2),
-        ("fsdp", "model", None, True, 2),
-        ("fsdp", "blocks", {"ignore": "blocks.1"}, True, 2),
-        ("hsdp", "blocks", {"shard_size": 2}, True, 4),
-    ],
-)
-def test_on_ranks(ranks, strategy: str, target: str, options: Any, checkpointing: bool, size: int) -> None:
-    one = trained("single", "tied", False)
-    for got in ranks(trained, strategy, "tied", AOT[target], options, "no", checkpointing, processes=size, timeout=110):
-        agree(got, one)
+    agree(trained(AOT[target], checkpointing=checkpointing), trained(False))
 
 
 def test_one_graph_for_the_model_and_one_for_all_blocks() -> None:
     for precision in ("no", "bf16"):
         for target, limit in (("model", 1), ("blocks", 2)):  # inputs with and without a gradient
-            assert 1 <= trained("single", "tied", EAGER[target], precision=precision)["graphs"] <= limit
+            assert 1 <= trained(EAGER[target], precision)["graphs"] <= limit
 
 
 def test_the_model_stays_the_users() -> None:
@@ -138,5 +119,5 @@ def test_the_mode_reaches_the_backend() -> None:
         return graph.forward
 
     mode = CompileOptions("blocks", mode="reduce-overhead", backend=backend)
-    agree(trained("single", "tied", mode), trained("single", "tied", False))
+    agree(trained(mode), trained(False))
     assert set(modes) == {"reduce-overhead"}

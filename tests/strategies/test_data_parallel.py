@@ -9,14 +9,12 @@ from torch import nn
 from easymp import Accelerator
 from easymp.strategies.single import visible_devices
 
-from .models import make, trained
+from .models import make
 
 
-@pytest.mark.parametrize("kind", ["conv", "idle"])
-def test_one_device_is_the_plain_model(kind: str) -> None:
-    assert trained("data_parallel", kind, 2, 0.1)["losses"] == trained("single", kind, 2, 0.1)["losses"]
+def test_one_device_is_the_plain_model() -> None:
     with Accelerator(mixed_precision="no", strategy="data_parallel", cpu=True) as acc:
-        model = make(kind)
+        model = make("conv")
         assert acc.prepare(model) is model and acc.unwrap_model(model) is model
 
 

@@ -126,29 +126,15 @@ def test_on_ranks(ranks: Any, cases: Any, size: int) -> None:
             assert peak <= predicted < plain[2] / 2, (peak, predicted, plain[2])
 
 
-@pytest.mark.parametrize(
-    ("settings", "pattern"),
-    [
-        ({"gradient_accumulation_steps": 2}, "accumulation adds gradients up"),
-        ({"mixed_precision": "fp16"}, "fp16 do not go together: .* loss scale looks at all gradients"),
-        ({"nonfinite": "skip"}, "nonfinite='skip' looks at all gradients"),
-        ({"activation_offload": True}, "cannot run here: activations are copied from a CUDA device"),
-    ],
-)
-def test_what_needs_all_gradients_is_refused(settings: Any, pattern: str) -> None:
-    with pytest.raises(RefusedError, match=pattern):
-        make_accelerator(cpu=True, **{"optimizer_in_backward": "activation_offload" not in settings, **settings})
+def test_activations_are_offloaded_from_a_gpu_only() -> None:
+    with pytest.raises(RefusedError, match="cannot run here: activations are copied from a CUDA device"):
+        make_accelerator(cpu=True, activation_offload=True)
 
 
 @pytest.mark.on_ranks(2)
-def test_strategies_that_need_all_gradients_refuse() -> None:
-    for strategy, options, pattern in (
-        ("zero1", None, "it steps the shards of all parameters together"),
-        ("fsdp", {"ignore": ("head",)}, "ignored parameters are averaged at the end of backward"),
-        ("ddp", None, "it averages gradients bucket by bucket. Leave one of them out, or use strategy='fsdp'"),
-        ("pipeline", None, "adds up gradients of micro-batches"),
-    ):
-        refuses(RefusedError, pattern, under, strategy, options, cpu=True, optimizer_in_backward=True)
+def test_ranks_that_need_all_gradients_refuse() -> None:
+    pattern = "ignored parameters are averaged at the end of backward"
+    refuses(RefusedError, pattern, under, "fsdp", {"ignore": ("head",)}, cpu=True, optimizer_in_backward=True)
     with under("fsdp", cpu=True, optimizer_in_backward=True) as acc:
         muon = easymp.optim.Muon(acc.prepare(make("mlp")), lr=0.1)
         refuses(PrepareError, "the ranks share its step", acc.prepare, muon)
@@ -161,17 +147,11 @@ def test_calls_that_come_too_late_or_too_early_are_refused() -> None:
         acc.backward(loss())
         refuses(StepError, "a second backward() before optimizer.step()", acc.backward, loss())
         refuses(StepError, "a second gradient of a parameter before", loss().backward)
-        for call in (
-            lambda: acc.clip_grad_norm_(model.parameters(), 1.0),
-            lambda: acc.clip_grad_value_(model.parameters(), 1.0),
-            lambda: acc.no_sync().__enter__(),
-            lambda: setattr(acc, "gradient_accumulation_steps", 2),
-        ):
-            refuses(RefusedError, "and optimizer_in_backward do not go together: each parameter is stepped", call)
+        together = "and optimizer_in_backward do not go together: each parameter is stepped"
+        refuses(RefusedError, together, setattr, acc, "gradient_accumulation_steps", 2)
         refuses(StepError, "backward has stepped already", optimizer.zero_grad)
         optimizer.step()
         optimizer.zero_grad()
-        refuses(RefusedError, "the backward in the closure", optimizer.step, loss)
         assert "each parameter is stepped in backward" in str(acc)
 
 
@@ -188,18 +168,10 @@ def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
         assert "has changed 'number', which counts for all of them" in error_text
 
 
-@pytest.mark.parametrize(
-    ("make_optimizer", "precision", "pattern"),
-    [
-        (easymp.optim.LAMB, "no", "its step needs the gradients of all parameters"),
-        (torch.optim.LBFGS, "no", "its step needs a closure"),
-        (torch.optim.AdamW, "bf16-true", "fp32 masters"),
-    ],
-)
-def test_optimizers_that_need_all_gradients_are_refused(make_optimizer, precision, pattern):
-    with under(cpu=True, precision=precision, optimizer_in_backward=True) as acc:
+def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
+    with under(cpu=True, optimizer_in_backward=True) as acc:
         model = make("mlp")
-        assert pattern in message(PrepareError, acc.prepare, model, make_optimizer(model.parameters()))
+        refuses(PrepareError, "its step needs a closure", acc.prepare, model, torch.optim.LBFGS(model.parameters()))
 
 
 class Counted(Offload):
