@@ -42,12 +42,12 @@ def slow(*row: Any) -> Any:
 
 
 ROWS = [  # gpipe and 1f1b are in the matrix, too
-    slow("tied", {"schedule": "1f1b"}, 3, 0.1, 4),
+    slow("tied", {"schedule": "1f1b"}, 1, 0.1, 4),
     ("tied", {"schedule": "interleaved_1f1b"}, 3, 0.1, 2),
     ("mlp", {"schedule": "interleaved_1f1b", "microbatches": 6}, 1, None, 2),
     ("idle", {"schedule": "zero_bubble"}, 1, None, 2),
     ("tied", {"schedule": "zero_bubble", "stages_per_rank": 2}, 1, 0.1, 2),
-    slow("tied", {"schedule": "zero_bubble", "microbatches": 8}, 3, 0.1, 4),
+    slow("tied", {"schedule": "zero_bubble", "microbatches": 8}, 1, 0.1, 4),
     ("mlp", {"schedule": "zero_bubble"}, 1, None, 4),  # a stage that only takes the model's input
     ("tied", {"splits": ("blocks.0",), "microbatches": 1}, 1, 0.1, 2),
     ("tied", {"splits": ["head"], "microbatches": 5, "schedule": "1f1b"}, 1, 0.1, 2),  # of 5, 5, 5, 5 and 4
