@@ -305,3 +305,70 @@ def test_two_optimizers_and_one_clip() -> None:
                     optimizer.zero_grad()
             results.append((norm, [p.detach() for p in parameters]))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+# -- the loss scale ----------------------------------------------------------------------------------------------------
+
+
+def fp16() -> Accelerator:
+    return make_accelerator(mixed_precision="fp16", cpu=True, scaler_options=SCALE)
+
+
+def test_four_launches_a_step() -> None:
+    with stepping("kernels") as kernels, fp16() as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        scales = []
+        for overflow in (False, False, True, False, False, False):
+            kernels.launches.clear()
+            acc.backward(model(torch.ones(2, 12) * (1e30 if overflow else 1)).square().mean())
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(acc.scaler.get_scale())
+            assert optimizer.step_was_skipped is overflow
+            assert kernels.launches == ["squares_f32", "total", "prepare_adam", "adam_f32_f32_f32_f32"]
+    assert scales == [1024, 1024, 512, 512, 512, 1024]
+
+
+def test_a_save_after_a_step_has_the_scale_of_the_next(tmp_path):
+    ends = []
+    for first in (0, 2):
+        with stepping("kernels"), fp16() as acc:
+            model = make("mlp")
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+            if first:
+                acc.load_state(tmp_path / "a")
+            for step in range(first, 4):
+                x = torch.full((2, 12), 1e30 if step == 1 else float(step))
+                acc.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    acc.save_state(tmp_path / "a")
+            ends.append((acc.scaler.state_dict(), [p.detach().clone() for p in model.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert (ends[0][0]["scale"], ends[0][0]["_growth_tracker"]) == (512, 2)
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=0, atol=0)
+
+
+def test_reading_the_scaler_between_two_steps_moves_nothing() -> None:
+    results = []
+    for reads in (False, True):
+        with fp16() as acc:
+            body, head = make("mlp"), make("mlp")
+            optimizers = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (body, head))
+            body, head, body_optimizer, head_optimizer = acc.prepare(body, head, *optimizers)
+            for step, scale in enumerate((1024, 1024, 512, 512, 512)):
+                x = torch.ones(2, 12) * (1e30 if step == 2 else 1)
+                acc.backward((body(x) * head(torch.ones(2, 12))).sum())
+                body_optimizer.step()
+                if reads:
+                    acc.scaler.state_dict()
+                    assert acc.scaler.get_scale() == scale
+                head_optimizer.step()
+                body_optimizer.zero_grad()
+                head_optimizer.zero_grad()
+            weights = [p.detach() for p in [*body.parameters(), *head.parameters()]]
+            results.append((acc.scaler.state_dict(), weights))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
