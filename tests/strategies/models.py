@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from easymp.base.dtensor import local
 
 from ..words import make_accelerator
 
-STEPS, BATCH, WIDTH, WORDS, LENGTH = 8, 24, 16, 19, 6
+STEPS, BATCH, WIDTH, WORDS, LENGTH = 5, 24, 16, 19, 6
 
 
 class Of(nn.Module):
@@ -206,6 +207,12 @@ def trained(
     """`train` under a strategy."""
     with under(strategy, options, steps, precision, **settings) as acc:
         return train(acc, kind, clip)
+
+
+@cache
+def alone(kind: str, steps: int, clip: float | None) -> dict[str, Any]:
+    """`train` on one process."""
+    return trained("single", kind, steps, clip)
 
 
 def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
