@@ -167,14 +167,6 @@ def test_public_docstrings_are_complete() -> None:
     assert not {name: missing for name, missing in lacks.items() if missing}
 
 
-def test_names_of_other_libraries_have_a_summary() -> None:
-    """Their own documentation has the rest."""
-    for path in (Path(easymp.__file__).parent / "compat").rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                assert ast.get_docstring(node), f"{path}, line {node.lineno}: {node.name}"
-
-
 def namespace(example: doctest.DocTest) -> dict[str, Any]:
     """Names that an example may use without making them; docs/reference/api/index.md lists them for readers."""
     nodes = [node for each in example.examples for node in ast.walk(ast.parse(each.source))]

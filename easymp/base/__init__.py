@@ -1,0 +1,1 @@
+"""What all other packages import: names, trees, ranks, variables and units."""

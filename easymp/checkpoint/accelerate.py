@@ -8,7 +8,7 @@ code. No other file of easymp runs pickles; `torch_files` reads plain data alone
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # noqa: TID251
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,13 +98,13 @@ def _unpickle(path: Path) -> Any:
     allowed = [multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), _codecs.encode]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except pickle.UnpicklingError:  # more than plain data
         logger.warning("%s holds more than plain data: its pickle is run", path)
     except Exception as error:
         raise unreadable(path, error) from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=False)  # noqa: TID251
     except Exception as error:
         raise unreadable(path, error, ": packages that define its objects may be missing") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # noqa: TID251
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,7 +47,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Tensors by name in a file of torch.save, at its top or under one of STATE_KEYS; no code in it is run."""
     try:
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
         except RuntimeError:  # a file without the zip format cannot be mapped
             content = read(path)
     except pickle.UnpicklingError as error:
@@ -66,7 +66,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def read(file: str | os.PathLike[str]) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251
 
 
 def unreadable(path: Any, error: Exception, hint: str = "") -> CheckpointError:
@@ -77,8 +77,8 @@ def write(obj: Any, f: str | os.PathLike[str]) -> None:
     """Write an object by torch.save, if ``torch.load(weights_only=True)`` reads it; an older file is replaced."""
     path, temporary = os.fspath(f), f"{os.fspath(f)}.tmp"
     try:
-        torch.save(obj, temporary)
-        torch.load(temporary, mmap=True, weights_only=True)
+        torch.save(obj, temporary)  # noqa: TID251
+        torch.load(temporary, mmap=True, weights_only=True)  # noqa: TID251
         os.replace(temporary, path)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         reason = str(error).splitlines()[0]

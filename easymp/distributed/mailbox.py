@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle  # of bytes that this process's torch has just made
+import pickle  # noqa: TID251  # of bytes that this process's torch has just made
 import sys
 import threading
 import time

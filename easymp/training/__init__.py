@@ -1,0 +1,1 @@
+"""One run: prepared models, its window of micro-batches, memory and collectives."""

@@ -6,11 +6,9 @@ Written out, not derived: test_accelerators.py holds the derivations against thi
 from easymp import Hardware
 from easymp.hardware import CPU, Device
 
+from ..site import CPUS
+
 GIB = 2**30
-XEON_FEATURES = frozenset({"avx2", "avx512", "avx512_vnni"})
-SAPPHIRE_FEATURES = XEON_FEATURES | {"avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"}
-GRANITE_FEATURES = SAPPHIRE_FEATURES | {"amx_fp16"}
-ZEN4_FEATURES = XEON_FEATURES | {"avx512_bf16"}
 AMPERE = frozenset({"fp16", "bf16", "tf32"})
 HOPPER = AMPERE | {"fp8"}
 
@@ -19,16 +17,20 @@ def _gib(size: float) -> int:
     return int(size * GIB)
 
 
-LAPTOP = CPU("Intel(R) Core(TM) i7-1185G7", "x86_64", 4, 8, 1, _gib(15.4), frozenset({"avx2"}))
-CLOUD = CPU("Intel(R) Xeon(R) CPU @ 2.20GHz", "x86_64", 4, 8, 1, _gib(51.0), frozenset({"avx2"}))
-XEON = CPU("Intel(R) Xeon(R) Gold 6248", "x86_64", 40, 80, 2, _gib(376.0), XEON_FEATURES)
-EPYC = CPU("AMD EPYC 7742 64-Core Processor", "x86_64", 128, 256, 8, _gib(1007.0), frozenset({"avx2"}))
-GENOA = CPU("AMD EPYC 9654 96-Core Processor", "x86_64", 192, 384, 2, _gib(1511.0), ZEN4_FEATURES)
-SAPPHIRE = CPU("Intel(R) Xeon(R) Platinum 8480C", "x86_64", 112, 224, 2, _gib(2015.0), SAPPHIRE_FEATURES)
-GRANITE = CPU("Intel(R) Xeon(R) 6960P", "x86_64", 144, 288, 4, _gib(2267.0), GRANITE_FEATURES)
-NEON = frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm"})
-GRAVITON = CPU("Neoverse-V2", "aarch64", 64, 64, 1, _gib(247.0), NEON | {"sve", "sve_bf16"})
-M3 = CPU("Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), NEON)
+def _recorded(processor: str, cores: int, threads: int, nodes: int, gib: float) -> CPU:
+    name, architecture, features = CPUS[processor]
+    return CPU(name, architecture, cores, threads, nodes, _gib(gib), frozenset(features.split()))
+
+
+LAPTOP = _recorded("avx2", 4, 8, 1, 15.4)
+GENOA = _recorded("avx512_bf16", 192, 384, 2, 1511.0)
+SAPPHIRE = _recorded("amx", 112, 224, 2, 2015.0)
+GRAVITON = _recorded("sve_bf16", 64, 64, 1, 247.0)
+M3 = _recorded("neon_bf16", 16, 16, 1, 64.0)
+CLOUD = CPU("Intel(R) Xeon(R) CPU @ 2.20GHz", "x86_64", 4, 8, 1, _gib(51.0), LAPTOP.features)
+XEON = CPU("Intel(R) Xeon(R) Gold 6248", "x86_64", 40, 80, 2, _gib(376.0), GENOA.features - {"avx512_bf16"})
+EPYC = CPU("AMD EPYC 7742 64-Core Processor", "x86_64", 128, 256, 8, _gib(1007.0), LAPTOP.features)
+GRANITE = CPU("Intel(R) Xeon(R) 6960P", "x86_64", 144, 288, 4, _gib(2267.0), SAPPHIRE.features | {"amx_fp16"})
 
 
 def _nvidia(cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores: frozenset[str], count=1) -> Hardware:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import pickle
+import pickle  # noqa: TID251
 import warnings
 import weakref
 from collections import Counter
