@@ -9,17 +9,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 import torch
 
-from .pool import PATIENCE, Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
+from .pool import PATIENCE, Ranks, changed_switches, leaked_threads, names_from_the_hosts_file_only, read_switches
 from .site import CPUS, PATH, VARIABLE, install
 from .warm import COLD
 from .warm import commands as warm_commands
@@ -40,7 +38,6 @@ hypothesis.settings.load_profile("same")
 # Written by libraries at import or first use, and by pytest itself.
 FOREIGN_VARIABLES = tuple("PYTEST_ KMP_ TORCHINDUCTOR_ TRITON_ MPL TF_ GRPC_ CUDA_MODULE_LOADING".split())
 DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")  # what a GPU's driver keeps open once it is in use
-BOUND = 100.0  # seconds, of 120 that a test has: against what hangs, and far from what takes long on a busy machine
 SLOW = 300  # seconds of a slow test that says none
 FOLDER = Path("/proc/self/fd")
 SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a test
@@ -112,41 +109,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Runs a module-level function on real processes. See `__call__` and `fails`."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def _run(self, call: Any, patient: bool, processes: int = 2, timeout: float = BOUND, env: Any = None) -> Any:
-        return self._pool.run(*call, processes, timeout, env, patient=patient)
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-        """Each rank's return value; a rank that fails, fails the test.
-
-        RANK, WORLD_SIZE and so on are set, and `env`; `how` is processes (2), timeout (`BOUND`) and env.
-        """
-        __tracebackhide__ = True
-        outcomes = self._run((function, args), False, **how)
-        if any(o.failure for o in outcomes):
-            raise RanksFailed(explain(outcomes))
-        return [o.value for o in outcomes]
-
-    def fails(self, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-        """A value, or a `Failure` (type, message), a rank; ranks run to their own end or to the timeout.
-
-        The test fails if none failed.
-        """
-        __tracebackhide__ = True
-        outcomes = self._run((function, args), True, **how)
-        if not any(o.failure for o in outcomes):
-            raise RanksFailed(f"no rank failed; they returned {[o.value for o in outcomes]}")
-        return [o.failure if o.failure is not None else o.value for o in outcomes]
-
-
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[Pool]:
-    pool = Pool()
+def ranks() -> Iterator[Ranks]:
+    """``ranks(function, *args, processes=2, timeout=100, env=None)``: a list of return values, one a rank."""
+    pool = Ranks()
     yield pool
     pool.close()
 
@@ -157,14 +123,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if (mark := pyfuncitem.get_closest_marker("on_ranks")) is None:
         return None
     arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters]
-    Ranks(pyfuncitem._request.getfixturevalue("_pool"))(pyfuncitem.obj, *arguments, processes=mark.args[0])
+    pyfuncitem._request.getfixturevalue("ranks")(pyfuncitem.obj, *arguments, processes=mark.args[0])
     return True
-
-
-@pytest.fixture
-def ranks(_pool: Pool) -> Ranks:
-    """``ranks(function, *args, processes=2, timeout=100, env=None)``: a list of return values, one a rank."""
-    return Ranks(_pool)
 
 
 # -- processes of their own --------------------------------------------------------------------------------------------
@@ -201,7 +161,7 @@ def _nothing_left_behind() -> Iterator[None]:
     Variables, directory, threads, a process group, open files, torch's switches.
     """
     environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
-    descriptors, switches = _descriptors(), _switches()
+    descriptors, switches = _descriptors(), read_switches()
     yield
     threads_left = leaked_threads(threads, lambda t: not t.daemon or t.name.startswith("easymp"))
     left = [
@@ -210,7 +170,7 @@ def _nothing_left_behind() -> Iterator[None]:
         *(f"thread {name}" for name in threads_left),
         *_open(),
         *_unclosed(descriptors),
-        *_changed_switches(switches),
+        *changed_switches(switches),
     ]
     os.chdir(directory)
     if left:
@@ -277,34 +237,3 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
         yield f"open socket {tuple(socket.laddr)} {socket.status}"
     if len(new) > SPARE_DESCRIPTORS:
         yield f"{len(new)} new descriptors"
-
-
-SWITCHES: dict[str, tuple[Any, Any]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "num_threads": (torch.get_num_threads, torch.set_num_threads),
-    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "automatic garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    "cpu autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
-}
-for _name in ("allow_tf32", "deterministic", "benchmark"):
-    SWITCHES[f"cudnn.{_name}"] = (
-        partial(getattr, torch.backends.cudnn, _name),
-        partial(setattr, torch.backends.cudnn, _name),
-    )
-
-
-def _switches() -> dict[str, Any]:
-    """Process-wide settings, of torch and of Python."""
-    return {name: read() for name, (read, _) in SWITCHES.items()}
-
-
-def _changed_switches(before: dict[str, Any]) -> Iterator[str]:
-    for name, value in _switches().items():
-        if value != before[name]:
-            yield f"{name}={value}, was {before[name]}"
-            SWITCHES[name][1](before[name])
-
-
-__all__ = ["Failure", "Ranks"]

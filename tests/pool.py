@@ -22,25 +22,29 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from . import warm
+
 # What tests import anyway: paid once, in the fork server.
 PRELOAD = [
-    "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo",
-    "torch.optim", "torch.utils.data", "torch.distributed.algorithms.join",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "easymp.accelerator", "easymp.training.prepare", "easymp.training.oom",
-    "easymp.parts.nonfinite", "easymp.trackers.logbook", "easymp.checkpoint.run_state", "easymp.checkpoint.resume",
-    "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.transforms", "easymp.strategies.ddp",
-    "easymp.strategies.fsdp", "easymp.strategies.zero1", "tests.frozen",
+    *warm.PRELOAD, "pytest", "hypothesis", "torch.distributed.algorithms.join",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "easymp.training.oom", "easymp.parts.nonfinite",
+    "easymp.trackers.logbook", "easymp.checkpoint.run_state", "easymp.checkpoint.resume",
+    "easymp.strategies.transforms", "easymp.strategies.ddp", "easymp.strategies.fsdp", "easymp.strategies.zero1",
+    "tests.frozen",
 ]  # fmt: skip
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed
 HEAD_START = 0.01  # seconds for rank 0 to open its store: a rank that knocks too early waits about 0.5 s to knock again
+BOUND = 100.0  # seconds, of 120 that a test has: against what hangs, and far from what takes long on a busy machine
 PATIENCE = 10.0  # seconds that a thread told to end, or a file told to close, has to do so: a busy machine takes some
 READY = b"ready"  # what a worker says when it has begun
 # fsspec keeps one loop, which looks names up by threads; the last one is torch 2.8's, of the processes that compile.
@@ -69,13 +73,42 @@ class RanksFailed(AssertionError):
     """At least one rank failed; the message holds the first one's own traceback."""
 
 
+# -- torch's and Python's process-wide settings ------------------------------------------------------------------------
+
+SWITCHES: dict[str, tuple[Any, Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "num_threads": (torch.get_num_threads, torch.set_num_threads),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "automatic garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "cpu autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+}
+for _name in ("allow_tf32", "deterministic", "benchmark"):
+    SWITCHES[f"cudnn.{_name}"] = (
+        partial(getattr, torch.backends.cudnn, _name),
+        partial(setattr, torch.backends.cudnn, _name),
+    )
+
+
+def read_switches() -> dict[str, Any]:
+    """Process-wide settings, of torch and of Python."""
+    return {name: read() for name, (read, _) in SWITCHES.items()}
+
+
+def changed_switches(before: Mapping[str, Any]) -> Iterator[str]:
+    """Put them back, and say of each that was not as before what it was."""
+    for name, value in read_switches().items():
+        if value != before[name]:
+            yield f"{name}={value}, was {before[name]}"
+            SWITCHES[name][1](before[name])
+
+
 # -- in the worker -----------------------------------------------------------------------------------------------------
 
 
 def _work(pipe: Connection, log: str, directory: str) -> None:
     """A worker's whole life: run what is sent, answer, until the pipe closes."""
-    import torch
-
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -89,13 +122,14 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
     gc.collect()
     gc.freeze()  # the collection after each call looks at that call's objects only
     os.chdir(directory)
+    switches = read_switches()
     pipe.send_bytes(READY)
     while True:
         try:
             rank, task, env = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        answer = _call(rank, task, env)
+        answer = _call(rank, task, env, switches)
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -116,10 +150,10 @@ def names_from_the_hosts_file_only() -> None:
         pass
 
 
-def _call(rank: int, task: bytes, env: Mapping[str, str | None]) -> bytes:
+def _call(rank: int, task: bytes, env: Mapping[str, str | None], switches: Mapping[str, Any]) -> bytes:
     """The function's `Outcome`, pickled, with variables and directory as they were."""
     environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
-    _fresh()
+    _fresh(switches)
     try:
         for name, value in env.items():
             os.environ.pop(name, None)
@@ -142,20 +176,15 @@ def _call(rank: int, task: bytes, env: Mapping[str, str | None]) -> bytes:
     return answer
 
 
-def _fresh() -> None:
+def _fresh(switches: Mapping[str, Any]) -> None:
     """The process as it was when it was forked, as far as a test may look at it."""
     import numpy
-    import torch
 
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision("highest")
-    torch.set_grad_enabled(True)
+    list(changed_switches(switches))
     logging.disable(logging.NOTSET)
 
 
@@ -228,8 +257,8 @@ class Worker:
         self.log.unlink()
 
 
-class Pool:
-    """Workers that live as long as a test session. `close` ends them."""
+class Ranks:
+    """Workers that live as long as a test session, and run functions of modules. `close` ends them."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -240,16 +269,35 @@ class Pool:
         self._workers: dict[int, Worker] = {}
         self._number = 0
 
-    def run(
+    def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Each rank's return value; a rank that fails, fails the test. `options` are those of `_run`."""
+        __tracebackhide__ = True
+        outcomes = self._run(function, args, patient=False, **options)
+        if any(o.failure for o in outcomes):
+            raise RanksFailed(explain(outcomes))
+        return [o.value for o in outcomes]
+
+    def fails(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """A value, or a `Failure` (type, message), a rank; ranks run to their own end or to the timeout.
+
+        The test fails if none failed.
+        """
+        __tracebackhide__ = True
+        outcomes = self._run(function, args, patient=True, **options)
+        if not any(o.failure for o in outcomes):
+            raise RanksFailed(f"no rank failed; they returned {[o.value for o in outcomes]}")
+        return [o.failure if o.failure is not None else o.value for o in outcomes]
+
+    def _run(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        processes: int,
-        timeout: float,
-        env: Mapping[str, str | None] | None,
         patient: bool,
+        processes: int = 2,
+        timeout: float = BOUND,
+        env: Mapping[str, str | None] | None = None,
     ) -> list[Outcome]:
-        """`function(*args)` on ranks 0 to `processes` - 1.
+        """`function(*args)` on ranks 0 to `processes` - 1. RANK, WORLD_SIZE and so on are set, and `env`.
 
         `patient`: one rank's failure does not cut the others short.
         """

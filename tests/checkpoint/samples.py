@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from easymp import Accelerator
 from tests.conftest import Ranks
-from tests.pool import Pool
 from tests.strategies.models import make
 
 from ..words import make_accelerator
@@ -44,10 +43,9 @@ def train(strategy: str, folder: str, steps: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def samples(_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def samples(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``step-00000002`` of one process, ``step-00000003`` of two with fsdp: of the model "tied", on one line."""
     root = tmp_path_factory.mktemp("samples")
-    ranks = Ranks(_pool)
     ranks(train, "single", str(root / "step-00000002"), 2, processes=1)
     ranks(train, "fsdp", str(root / "step-00000003"), 3, processes=2)
     rewrite(root / "step-00000003", lineage={**lineage_of(root / "step-00000002"), "parent": "step-00000002"})

@@ -17,7 +17,6 @@ from torch import nn
 from easymp import Accelerator, CheckpointError, Settings, load_weights
 from easymp.checkpoint.accelerate import read_folder
 
-from ..conftest import Ranks
 from ..strategies.models import make, whole
 from .samples import Holder
 
@@ -84,10 +83,10 @@ def save_with_accelerate(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def accelerate_folders(_pool, tmp_path_factory):
+def accelerate_folders(ranks, tmp_path_factory):
     """A folder with Accelerate's folders "True" (of safetensors) and "False", and what was live."""
     folder = tmp_path_factory.mktemp("accelerate")
-    return folder, Ranks(_pool)(save_with_accelerate, folder, processes=1)[0]
+    return folder, ranks(save_with_accelerate, folder, processes=1)[0]
 
 
 @pytest.mark.parametrize("safe", ["True", "False"])
