@@ -86,12 +86,9 @@ JOINED = [
     ({"SUBMITIT_LOCAL_GLOBALID": "{rank}", "SUBMITIT_LOCAL_LOCALID": "{rank}", "SUBMITIT_LOCAL_NTASKS": "{size}",
       **PORT}, "submitit"),
     ({**SLURM, **PORT}, "Slurm's srun"),
-    (PET, "PET_NNODES and PET_NPROC_PER_NODE"),
-    # TrainJob, where the pod has one accelerator or none
-    ({**PET, "PET_NPROC_PER_NODE": "auto"}, "PET_NNODES and PET_NPROC_PER_NODE"),
+    (PET, "PET_NNODES and PET_NPROC_PER_NODE"),  # tests/docs/test_launching.py has the pods of Kubeflow
     ({"SKYPILOT_NUM_NODES": "{size}", "SKYPILOT_NODE_RANK": "{rank}", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
       **PORT}, "SkyPilot"),
-    ({**TORCHRUN, **PET, "PET_NPROC_PER_NODE": "auto"}, "RANK and WORLD_SIZE"),  # PyTorchJob
     # a rank that torchrun started in a pod
     ({**TORCHRUN, "LOCAL_RANK": "{rank}", **PET, "PET_NNODES": "1"}, "RANK and WORLD_SIZE"),
 ]  # fmt: skip
