@@ -6,18 +6,15 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from easymp import Hardware, Plan, RefusedError, Settings, Source, make_plan, resolve
 from easymp.distributed import Ranks
-from easymp.plan import candidates
 from easymp.precision import PRECISIONS
 from easymp.settings import NAMES
 from easymp.strategies import STRATEGIES
-from easymp.training.memory import by_memory, estimate, fits
 
 from .hardware.machines import MACHINES
 
@@ -106,39 +103,6 @@ def test_unlike_cards_decide_alike(other, precision):
     for cards in (("A100", other), (other, "A100")):
         assert {plan(mixed(*cards), several(2, rank)).precision.value for rank in (0, 1)} == {precision}
         assert len({plan(mixed(*cards), several(2, rank)).precision for rank in (0, 1)}) == 1
-
-
-# -- by memory ---------------------------------------------------------------------------------------------------------
-
-
-def gpt(parameters: float, layers: int = 32) -> torch.nn.Module:
-    """So many parameters in blocks, on the meta device."""
-    wide = int((parameters / layers / 2) ** 0.5)
-    with torch.device("meta"):
-        two = lambda: (torch.nn.Linear(wide, wide), torch.nn.Linear(wide, wide))  # noqa: E731
-        return torch.nn.Sequential(*(torch.nn.Sequential(*two()) for _ in range(layers)))
-
-
-@pytest.mark.parametrize(
-    ("machine", "processes", "parameters", "strategy"),
-    [
-        ("8xH100", 8, 1e9, "ddp"),
-        ("8xH100", 8, 3e9, "ddp"),
-        ("8xH100", 8, 7e9, "fsdp"),
-        ("8xH100", 8, 200e9, "fsdp"),
-        ("2xRTX 3090", 2, 1e9, "ddp"),
-        ("2xRTX 3090", 2, 1.3e9, "fsdp"),
-        ("H100", 1, 3e9, "single"),
-        ("H100", 1, 70e9, "single"),
-    ],
-)
-def test_the_first_strategy_that_there_is_memory_for(machine, processes, parameters, strategy):
-    made, model = plan(machine, several(processes) if processes > 1 else ONE), gpt(parameters)
-    how = {"precision": made.precision.value, "world": processes, "per_node": processes}
-    each = {name: estimate(model, strategy=name, **how) for name in candidates(made)}
-    choice = by_memory(each, made.memory)
-    assert (choice.value, choice.source) == (strategy, Source.DETECTED)
-    assert ("too much" in choice.reason) == (not fits(each[strategy], made.memory))
 
 
 def test_what_a_rank_has():

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from easymp import Accelerator, FSDPOptions, SettingError, Settings, Source, resolve
-from easymp.settings import Launching, resolve_launching
+from easymp.settings import resolve_launching
 
 
 @pytest.fixture(autouse=True)
@@ -88,19 +88,6 @@ def test_a_table_replaces_the_one_below_and_an_option_changes_it(monkeypatch):
     monkeypatch.setenv("EASYMP_STRATEGY_OPTIONS", "{wrap = 2}")
     monkeypatch.delenv("EASYMP_OVERRIDE")
     assert resolve().strategy_options == {"wrap": 2}
-
-
-def test_launching_has_a_table_of_its_own():
-    write("seed = 1\n[launch]\nprocesses = 2\nnodes = '1:4'")
-    assert resolve().seed == 1
-    assert resolve_launching() == Launching(processes=2, nodes="1:4")
-    write("[launch]\nnodes = 2")
-    assert resolve_launching() == Launching(nodes="2")
-    assert resolve_launching(processes=3, nodes="4") == Launching(processes=3, nodes="4")
-    with pytest.raises(SettingError, match="processes=0 is below"):
-        resolve_launching(processes=0)
-    with pytest.raises(SettingError, match=r"'there\.toml' is not a file"):
-        resolve_launching("there.toml")
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------

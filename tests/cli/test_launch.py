@@ -99,7 +99,7 @@ def test_wrong_words_are_refused_with_the_way_out(capsys, folder, arguments, rea
 
 def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    keys = 'processes = 2\nnodes = "2"\nmain_address = "a"\nmain_port = 7\nmax_restarts = 1\n'
+    keys = 'processes = 2\nnodes = 2\nmain_address = "a"\nmain_port = 7\nmax_restarts = 1\n'
     Path("mine.toml").write_text(f"seed = 3\n[launch]\n{keys}")
     assert main(["launch", "--config", "mine.toml", "--node-rank", "1", "--processes", "3", "t.py"]) == 9
     args, options = launched.calls[0]

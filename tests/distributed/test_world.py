@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from contextlib import contextmanager
 from unittest import mock
@@ -111,25 +110,6 @@ def test_a_group_has_a_backend_and_is_bound_where_it_can_be_split(device, binds,
     assert (options["backend"], options["device_id"]) == (backend, bound)
 
 
-@pytest.mark.on_ranks(2)
-def test_a_running_group_is_adopted_and_left_running():
-    for _ in range(2):  # a world can be left and joined again
-        with joined() as world:
-            world.barrier()
-        assert not dist.is_initialized()
-    dist.init_process_group("gloo")
-    with joined() as world:
-        assert (world.owned, world.ranks.announced) == (False, "the process group")
-        assert world.reduce(torch.ones(1)).item() == 2.0
-    assert dist.is_initialized()
-    dist.destroy_process_group()
-
-
-def patient(seconds):
-    """Leaving waits so long for the others."""
-    return mock.patch.object(process_group, "FAREWELL", seconds)
-
-
 def wait_for(path):
     deadline = time.monotonic() + 30
     while not path.exists():
@@ -148,7 +128,7 @@ def leave_long_before(late_rank, directory):
         if world.rank == late_rank:
             wait_for(directory / f"left {1 - late_rank}")
         start = time.monotonic()
-        with patient(1000.0 if world.rank == late_rank else 0.3):
+        with mock.patch.object(process_group, "FAREWELL", 1000.0 if world.rank == late_rank else 0.3):
             world.close()
         took = time.monotonic() - start
         (directory / f"left {world.rank}").touch()
@@ -173,21 +153,6 @@ def test_a_rank_leaves_quietly_where_the_store_ends_meanwhile(monkeypatch):
     watch.leave(1, 1)
     watch.close()
     assert not watch._thread.is_alive()
-
-
-def fail_and_leave():
-    with patient(1000.0), joined() as world:
-        if world.rank == 0:
-            world.reduce(torch.ones(1))
-        sys.last_value = ValueError("as the interpreter does")
-    del sys.last_value
-    return "gone"
-
-
-def test_a_failing_rank_leaves_at_once_and_the_others_hear_of_it(ranks):
-    failure, gone = ranks.fails(fail_and_leave)
-    assert gone == "gone"
-    assert failure.type == "WorldError"
 
 
 def join_alone(ranks=None):
