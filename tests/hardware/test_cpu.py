@@ -14,8 +14,6 @@ import pytest
 from easymp import detect
 from easymp.hardware import CPU, cpu
 
-pytestmark = pytest.mark.reads_hardware
-
 GIB = 2**30
 NONE = 9223372036854771712  # version 1's "no limit"
 X86 = "processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\nflags\t\t: fpu sse2 {flags}\n\nprocessor\t: 1\n"
