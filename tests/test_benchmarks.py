@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from .site import PATH
+from .examples import run as script
 
-ROOT = Path(__file__).parent.parent
 MISSING = [name for name in ("accelerate", "lightning_fabric") if find_spec(name) is None]
 
 pytestmark = pytest.mark.skipif(
@@ -22,13 +19,10 @@ pytestmark = pytest.mark.skipif(
 
 def run(name: str, *arguments: object) -> str:
     """What a benchmark prints; with ``--out`` it is also in that file."""
-    words = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": PATH}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if "--out" in arguments:
-        assert Path(words[-1]).read_text() == done.stdout
-    return done.stdout
+    words = list(map(str, arguments))
+    told = script.run(f"benchmarks/{name}.py", *words)
+    assert "--out" not in words or Path(words[-1]).read_text() == told
+    return told
 
 
 def test_call_path() -> None:

@@ -304,21 +304,11 @@ TREES: list[Any] = [
 ]
 
 
-def same(one: Any, second: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, second) and one.dtype == second.dtype
-    if isinstance(one, dict):
-        return list(one) == list(second) and all(same(one[k], second[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(second) and len(one) == len(second) and all(map(same, one, second))
-    return type(one) is type(second) and one == second
-
-
 def test_objects_come_back(acc, tmp_path):
     for path in (tmp_path / "x.safetensors", "memory://objects/x.safetensors"):
         for tree in TREES:  # each takes the place of the one before
             acc.save(tree, path)
-            assert same(easymp.load(path), tree)
+            assert repr(easymp.load(path)) == repr(tree)
     pytest.importorskip("fsspec").filesystem("memory").rm("/objects", recursive=True)
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
     load_file(tmp_path / "x.safetensors")

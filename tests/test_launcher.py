@@ -25,9 +25,8 @@ from easymp.launcher.entrypoints import default_processes
 from easymp.launcher.rendezvous import RendezvousConfig, SingleNode
 from easymp.launcher.worker import Failure
 
+from .examples.run import environment
 from .pool import hold_port
-
-ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 @pytest.fixture
@@ -46,11 +45,8 @@ def script(tmp_path):
 
 def python(*arguments, before=()) -> subprocess.Popen:
     """A python that knows easymp, with its output in pipes."""
-    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [*before, sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    command = [*before, sys.executable, *arguments]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def launched(path, arguments=(), processes=2, *flags) -> int:
