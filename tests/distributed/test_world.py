@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from contextlib import contextmanager
 from unittest import mock
@@ -153,6 +154,21 @@ def test_a_rank_leaves_quietly_where_the_store_ends_meanwhile(monkeypatch):
     watch.leave(1, 1)
     watch.close()
     assert not watch._thread.is_alive()
+
+
+def fail_and_leave():
+    with mock.patch.object(process_group, "FAREWELL", 1000.0), joined() as world:
+        if world.rank == 0:
+            world.reduce(torch.ones(1))
+        sys.last_value = ValueError("as the interpreter does")
+    del sys.last_value
+    return "gone"
+
+
+def test_a_failing_rank_leaves_at_once_and_the_others_hear_of_it(ranks):
+    failure, gone = ranks.fails(fail_and_leave)
+    assert gone == "gone"
+    assert failure.type == "WorldError"
 
 
 def join_alone(ranks=None):
