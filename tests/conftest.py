@@ -197,6 +197,7 @@ def _open() -> Iterator[str]:
     state = sys.modules.get("easymp.training.state")
     if state is not None and state.OPEN_RUNS:
         gc.collect()  # one that nobody holds is closed by that
+        gc.freeze()  # what is left lives on: the next collection need not look at it
     for accelerator in state.accelerators() if state is not None else ():
         yield f"an open {type(accelerator).__name__}"
         accelerator.end_training()
