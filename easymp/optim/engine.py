@@ -27,6 +27,7 @@ from .torch_step import (
     FUSED,
     Clip,
     counting_by_meshes,
+    fill_momentum,
     fp32_norms,
     has_user_pre_hooks,
     launcher_of,
@@ -360,6 +361,7 @@ class Engine:
                 return self._with_hooks(lambda: step(*numbers))
             except KernelError as error:
                 self.fall_back_to_torch(str(error))
+        fill_momentum(self._inner)  # of parameters that train since the last step
         return self._plain() if plain else self._step_by_torch(factor, found_inf)
 
     def _step_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:

@@ -31,6 +31,7 @@ from .torch_step import (
     WrappingOptimizer,
     fill_momentum,
     keep_implementation,
+    multiply,
     parameters_of,
 )
 
@@ -234,8 +235,16 @@ class PreparedOptimizer(WrappingOptimizer):
     def resume_accumulating(self) -> None:
         """Prepare for a backward that adds to gradients: apply a clip that waits for the step, or begin an update."""
         self.apply_clip()
-        if self.turn.phase is Phase.STEPPED and not self._scaler.enabled:
+        if self.turn.phase is Phase.UNSCALED:  # the next gradients are multiplied by the scale, and checked
+            self.multiply_gradients(torch.as_tensor(self._scaler.current_scale))
             self.turn.begin()
+        elif self.turn.phase is Phase.STEPPED and not self._scaler.enabled:
+            self.turn.begin()
+
+    def multiply_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients in memory, those that have moved to masters there."""
+        gradients = (parameter.grad if stepped.grad is None else stepped.grad for stepped, parameter in self.parameters())
+        multiply([gradient for gradient in gradients if gradient is not None], factor)
 
     def check_before_backward(self) -> None:
         """Check what the script did to gradients since the last backward, before the next one adds to them."""

@@ -228,18 +228,19 @@ class Scaler:
             return flags[0] if flags else None
         return torch.stack([flag.to(flags[0].device) for flag in flags]).max()
 
-    def _has_stepped(self) -> bool:
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last `update`."""
         return any(turn.phase is Phase.STEPPED for turn in self._window.turns.values())
 
     def settle(self) -> None:
         """`update()`, if an optimizer has stepped since the last one."""
-        if self.enabled and self._has_stepped():
+        if self.enabled and self.has_stepped():
             self.update()
 
     @contextmanager
     def _as_after_update(self) -> Iterator[None]:
         """Inside, scale and counters hold their values after the pending update; afterwards their own again."""
-        found_inf = self._found_inf() if self._in_run and self._has_stepped() else None
+        found_inf = self._found_inf() if self._in_run and self.has_stepped() else None
         if found_inf is None or self._tensors is None:
             yield
             return

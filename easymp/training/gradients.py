@@ -68,8 +68,8 @@ class Gradients:
             if optimizer.turn.phase is not Phase.ACCUMULATING:
                 optimizer.resume_accumulating()
         window.backwards += 1
-        if run.scaler.enabled:
-            run.scaler.settle()
+        if run.scaler.enabled and run.scaler.has_stepped():
+            self._update_scale()
         self._sums_window = accumulates and prepared.sums.on
         if self._sums_window:
             prepared.sums.begin()
@@ -79,6 +79,15 @@ class Gradients:
         if not window.sync or window.ranks_differ or self._sums_window:
             return None
         return prepared.strategy.after_backward([route.module for route in prepared.models], create_graph)
+
+    def _update_scale(self) -> None:
+        """Let the loss scale follow the last steps, and gradients that no step has used follow the loss scale."""
+        scaler, optimizers = self._run.scaler, self._prepared.optimizers
+        unused = [o for o in optimizers if o.turn.phase is Phase.ACCUMULATING and not o.turn.spent]
+        before = torch.as_tensor(scaler.current_scale).clone()
+        scaler.update()
+        for optimizer in unused:
+            optimizer.multiply_gradients(scaler.current_scale / before)
 
     def end_backward(self, sync_each_batch: bool) -> None:
         """Add gradients up, average them, and divide them by the items of the window, as the micro-step asks for."""

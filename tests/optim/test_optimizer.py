@@ -247,6 +247,54 @@ def test_a_gradient_that_comes_later_than_the_others() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("change", ["unfrozen", "state dropped"])
+def test_momentum_begins_at_a_later_step(change: str, precision: str) -> None:
+    """A layer that trains from the second update on, or whose momentum the script has dropped."""
+
+    def train(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None]) -> list[Tensor]:
+        for step in range(3):
+            model[0].requires_grad_(change != "unfrozen" or step > 0)
+            if change == "state dropped" and step == 1:
+                del optimizer.state[model[0].weight]
+            backward(loss_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    plain = net()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), lambda loss: loss.backward())
+    accelerator, model = make_accelerator(mixed_precision=precision, scaler_options=GradScalerKwargs(4.0)), net()
+    model[0].requires_grad_(change != "unfrozen")
+    raw_optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    result = train(*accelerator.prepare(model, raw_optimizer), accelerator.backward)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-true"])
+@pytest.mark.parametrize("between", ["unscale", "clip", "step of the other"])
+def test_gradients_that_wait_for_a_later_step_keep_the_loss_scale(between: str, precision: str) -> None:
+    """The second optimizer steps at every third backward, whose gradients add up; the scale doubles at each step."""
+
+    def run(precision: str) -> list[Tensor]:
+        rule = GradScalerKwargs(init_scale=8.0, growth_interval=1)
+        accelerator, model = make_accelerator(mixed_precision=precision, scaler_options=rule), net()
+        optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.02) for i in (0, 2)]
+        model, *optimizers = accelerator.prepare(model, *optimizers)
+        for step in range(6):
+            accelerator.backward(loss_of(model).square())
+            if between == "unscale":
+                accelerator.unscale_gradients()
+            elif between == "clip":
+                accelerator.clip_grad_norm_(model.parameters(), 1000.0)
+            for optimizer in optimizers if step % 3 == 2 else optimizers[: between == "step of the other"]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().float() for p in model.parameters()]
+
+    torch.testing.assert_close(run(precision), run("no"), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [(torch.optim.SGD, torch.float16), (torch.optim.AdamW, torch.bfloat16)])
 def test_low_precision_steps_are_those_of_the_plain_step(kind, dtype):
     """torch 2.13's fused SGD is not, on CPUs."""
