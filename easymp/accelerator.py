@@ -443,6 +443,8 @@ class Accelerator(Collectives, Checkpoints):
         wrapper.check_loss(loss, gradient)
         if self._parts.loss and not self._loss_is_late:
             loss = self._loss_of_parts(loss, num_items)
+        if inputs is not None:
+            self._run.refuse("backward(inputs=...)")
         if num_items is not None or self._window.accumulation != 1 or self._window.packed:
             gradient = self._window.starting_gradient(loss, gradient, num_items, self._world)
         check_reduced = self._gradients.begin_backward(create_graph)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Words of an update that the script itself decides: they are known at the call.
 CALLS = (
+    "backward(inputs=...)",
     "backward(num_items=...)",
     "change of gradients",
     "clip_grad_norm_()",

@@ -176,3 +176,15 @@ def test_what_scripts_ask_of_the_wrapper_of_ddp(acc):
         assert acc.unwrap_model(wrapped) is model
     holder = nn.Sequential(view)
     assert acc.unwrap_model(holder) is holder
+
+
+def test_a_forward_that_the_script_replaces_after_prepare(acc):
+    """Patches of a model call the forward that was there before, which is the prepared one's."""
+    model = Net()
+    view = acc.prepare(model)
+    result, before = view(X), view.forward
+    view.forward = lambda x: 2 * before(x)
+    torch.testing.assert_close(view(X), 2 * result)
+    assert model.under_autocast
+    del view.forward
+    torch.testing.assert_close(view.forward(X), result)

@@ -74,6 +74,12 @@ def dense(tensor: Tensor) -> bool:
     return True
 
 
+def lacks_operation(error: RuntimeError) -> bool:
+    """Whether torch says by `error` that DTensors do not have an operation, or not with these arguments."""
+    phrases = ("dtensor", "sharding strategy", "sharding propagation", "placement changes", "sharded dimension")
+    return not isinstance(error, StepError) and any(phrase in str(error).lower() for phrase in phrases)
+
+
 class ShardRecord(NamedTuple):
     """A DTensor, with the identity of its memory and its shard at the last look."""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .own_optimizers import NovoGrad as NovoGrad
     from .torch_step import OwnOptimizer as OwnOptimizer
     from .torch_step import fuse as fuse
+    from .torch_step import fuses as fuses
 
 _HOMES = {
     "engine": ("Engine", "EngineOptions"),
@@ -33,7 +34,7 @@ _HOMES = {
     "muon": ("Muon",),
     "optimizer": ("PreparedOptimizer", "PreparedScheduler", "clip_in_step", "can_clip_in_step"),
     "own_optimizers": ("LAMB", "LARC", "Lion", "NovoGrad"),
-    "torch_step": ("OwnOptimizer", "fuse"),
+    "torch_step": ("OwnOptimizer", "fuse", "fuses"),
 }
 # Names of earlier versions.
 _ELSEWHERE = {

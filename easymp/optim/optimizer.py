@@ -12,7 +12,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.hooks import RemovableHandle
 
 from ..base.accumulation import Phase, Turn, UpdateWindow
-from ..base.dtensor import local
+from ..base.dtensor import lacks_operation, local
 from ..cuda import EMA
 from ..errors import StepError
 from ..logging import get_logger
@@ -148,6 +148,11 @@ class PreparedOptimizer(WrappingOptimizer):
                 return None
             low_precision = self._masters is not None or (self._sums is not None and self._sums.on)
             result = self._step_low_precision(veto) if low_precision else self._step(veto)
+        except RuntimeError as error:
+            if lacks_operation(error):
+                kind, reason = type(self.given).__name__, str(error).splitlines()[0]
+                raise StepError(f"{kind} cannot step on sharded parameters ({reason}): use strategy='ddp'") from error
+            raise
         finally:
             self.closure = None
         self.updates += 1
@@ -243,7 +248,9 @@ class PreparedOptimizer(WrappingOptimizer):
 
     def multiply_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients in memory, those that have moved to masters there."""
-        gradients = (parameter.grad if stepped.grad is None else stepped.grad for stepped, parameter in self.parameters())
+        gradients = (
+            parameter.grad if stepped.grad is None else stepped.grad for stepped, parameter in self.parameters()
+        )
         multiply([gradient for gradient in gradients if gradient is not None], factor)
 
     def check_before_backward(self) -> None:

@@ -364,19 +364,13 @@ class ShardedOptimizer(WrappingOptimizer):
 
     def _step_twin(self) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        try:
-            with amp_attributes(self._twin, scale, found_inf):
-                step_without_hooks(type(self._twin))(self._twin)
-        except RuntimeError as error:  # NotImplementedError is one
-            signs = ("dtensor", "sharding strategy", "sharding propagation", "placement changes")
-            if self._plain or not any(sign in str(error).lower() for sign in signs):
-                raise
-            kind, reason = type(self.optimizer).__name__, str(error).splitlines()[0]
-            raise StepError(f"{kind} cannot step on sharded parameters ({reason}): use strategy='ddp'") from error
+        with amp_attributes(self._twin, scale, found_inf):
+            step_without_hooks(type(self._twin))(self._twin)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:  # torch's flag of an optimizer that reads `found_inf`
-        return takes_found_inf(self._twin)
+        has_all_groups = len(self._twin.param_groups) == len(self.optimizer.param_groups)
+        return has_all_groups and takes_found_inf(self._twin)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)

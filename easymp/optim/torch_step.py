@@ -87,9 +87,7 @@ def fuse(
     kind = kind or type(optimizer)
     if kind not in FUSED:
         return f"torch has no fused step for {kind.__name__}"
-    modules = (item for model in models for item in model.named_modules()) if kind in DENSE_ONLY else ()
-    embeddings = ((name, m) for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    sparse = {id(m.weight): name for name, m in embeddings if m.sparse}
+    sparse = _sparse_embeddings(kind, models)
     for group in optimizer.param_groups:
         if (refusal := _refusal(kind, group, sparse)) is not None:
             return refusal
@@ -99,6 +97,19 @@ def fuse(
         group["fused"] = True
     fill_momentum(optimizer, kind)
     return None
+
+
+def fuses(optimizer: torch.optim.Optimizer, group: dict[str, Any], models: Iterable[nn.Module]) -> bool:
+    """Whether a param group that is about to join an optimizer can step fused, as `fuse` has decided for the others."""
+    kind, options = type(optimizer), {**optimizer.defaults, "fused": None, **group}
+    return _refusal(kind, options, _sparse_embeddings(kind, models)) is None
+
+
+def _sparse_embeddings(kind: type, models: Iterable[nn.Module]) -> dict[int, str]:
+    """Ids of weights of `models` with sparse gradients → names, if the fused step of `kind` does not take them."""
+    modules = (item for model in models for item in model.named_modules()) if kind in DENSE_ONLY else ()
+    embeddings = ((name, m) for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    return {id(m.weight): name for name, m in embeddings if m.sparse}
 
 
 def _refusal(kind: type, group: dict[str, Any], sparse: Mapping[int, str]) -> str | None:

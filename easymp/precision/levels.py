@@ -76,7 +76,7 @@ NAMES: dict[Cast, str] = {
         triplet_margin_loss triplet_margin_with_distance_loss
     """,
     Cast.WIDEST: """
-        add sub mul div true_divide addcdiv addcmul atan2 bilinear cross dot tensordot cat stack
+        add sub mul div true_divide addcdiv addcmul atan2 bilinear cross dot vdot tensordot cat stack
         eq __eq__ ne __ne__ ge gt le lt equal
     """,
     Cast.REFUSED: "binary_cross_entropy",

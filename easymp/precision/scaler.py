@@ -127,6 +127,7 @@ class Scaler:
         by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in gradients:
             grad = local(grad._values() if grad.is_sparse else grad)
+            grad = torch.view_as_real(grad) if grad.is_complex() else grad
             by_device_and_dtype.setdefault((grad.device, grad.dtype), []).append(grad)
         scale = self._on(device).scale
         factor = inverse(scale)

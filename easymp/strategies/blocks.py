@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     blocks: dict[int, nn.Module] = {}
     nested: set[int] = set()
     for block in sorted(find_repeated(model), key=lambda b: -sum(1 for _ in b.modules())):
-        if id(block) not in nested and type(block).forward is not nn.Module.forward:
+        if id(block) not in nested and _callable(block):
             blocks[id(block)] = block
             nested.update(id(m) for m in block.modules())
     return [m for m in model.modules() if id(m) in blocks]
@@ -94,7 +95,7 @@ def bottom_up(module: nn.Module, visited: set[int] | None = None) -> Iterator[nn
 def _is_read(layer: nn.Module, model: nn.Module) -> bool:
     """Whether a parent's forward reads a parameter of `layer`, as ``F.linear(x, self.embed.weight)`` does."""
     for module in model.modules():
-        code = getattr(type(module).forward, "__code__", None)
+        code = getattr(getattr(type(module), "forward", None), "__code__", None)
         reads = code is not None and not layer._parameters.keys().isdisjoint(code.co_names)
         if reads and module is not layer and any(m is layer for m in module.modules()):
             return True
@@ -128,11 +129,14 @@ def _wrappable(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module has none
 
 
 def refuse_uncallable(model: nn.Module) -> None:
-    """Raises PrepareError for a bare container, which has no forward."""
+    """Raises PrepareError for a bare container, which has no forward, and for scripted modules, which take no hooks."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        remedy = "leave torch.jit.script out, or use strategy='ddp'"
+        raise PrepareError(f"a scripted module takes no hooks, by which this strategy works: {remedy}")
     if not _callable(model):
         raise PrepareError(f"a {type(model).__name__} cannot be called: put it into a module with a forward")
 
@@ -142,6 +146,17 @@ def refuse_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
             raise PrepareError(f"parameter {name!r} is sharded already, by an earlier run or by hand: build it anew")
+
+
+def refuse_hooked(parameters: Iterable[tuple[str, Any]]) -> None:
+    """Raise PrepareError for a parameter with a hook, if a shard is to replace it or has done so."""
+    for name, parameter in parameters:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise PrepareError(
+                f"parameter {name!r} has a hook, which would not run, since a shard replaces the parameter: register "
+                "it after prepare(), by register_post_accumulate_grad_hook, which gets the shard with its averaged "
+                "gradient, or use strategy='ddp'"
+            )
 
 
 def refuse_sparse(model: nn.Module, reason: str, remedy: str = "use strategy='ddp'", narrow: bool = False) -> None:

@@ -26,7 +26,7 @@ from ..optim.torch_step import copies, step_on_shards
 from ..options import Record, option
 from ..precision.policies import as_if_fp32
 from ..protocols import Conflict, Layout, WrapContext, chunk_elements, no_elements
-from .blocks import bottom_up, find_blocks, find_layers, refuse_sharded, refuse_sparse, refuse_uncallable
+from .blocks import bottom_up, find_blocks, find_layers, refuse_hooked, refuse_sharded, refuse_sparse, refuse_uncallable
 from .meta_init import materialise, on_meta
 from .single import Reducing, Released, Remedy, Single, average, broadcast_model, device_mesh, hook_gradient
 
@@ -93,10 +93,12 @@ class FSDPOptions(Record):
 def conflicts_of(strategy: str) -> tuple[Conflict, ...]:
     """The rows of "fsdp" or "hsdp" in the table of what does not go together."""
     freed = "a block's gathered parameters, which the gradient of a gradient needs, are freed after its backward"
+    replaced = "backward goes through the gathered parameters, of which the model shows the shards"
     late = "gradients of ignored parameters are averaged at the end of backward"
     return (
         Conflict(strategy, "join_uneven_inputs()", "every rank's forward needs the other ranks' shards", Remedy.JOIN),
         Conflict(strategy, "create_graph=True", freed, Remedy.GRAPH),
+        Conflict(strategy, "backward(inputs=...)", replaced, Remedy.INPUTS),
         Conflict("ignore", "optimizer_in_backward", late, Remedy.LEAVE_OUT),
     )
 
@@ -319,6 +321,7 @@ class Sharded(Reducing):
         self.hooks += [hook_gradient(p, self._queue_end) for p in self._unsharded]
         self._end_queued = False  # whether this backward ends with `_end_backward`
         self._names, self._tensors = zip(*root.named_parameters())
+        self._shards = tuple(p for p in self._tensors if hasattr(p, "to_local"))
         self._frozen = [not p.requires_grad for p in self._tensors]
         self._shard_memory = ShardMemory(root)
 
@@ -328,6 +331,11 @@ class Sharded(Reducing):
         training = torch.is_grad_enabled()
         if training:
             self._compare_frozen()
+            if any(shard._backward_hooks for shard in self._shards):
+                refuse_hooked((name, p) for name, p in zip(self._names, self._tensors) if p._backward_hooks)
+        if torch.is_inference_mode_enabled() and not self._all_gathered:
+            with torch.inference_mode(False):
+                self._gather_once()  # gathered parameters stay what they are first, and could not train
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
         if not self._has_called:
@@ -470,6 +478,7 @@ def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
     refuse_uncallable(model)
     refuse_sparse(model, "fsdp reduces dense ones only")
     refuse_sharded(model)
+    refuse_hooked((name, p) for name, p in model.named_parameters() if name not in ignored)
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if name in ignored:

@@ -33,6 +33,7 @@ class Remedy:
 
     FORWARD = "Call the model itself, or use strategy='ddp'"
     GRAPH = "Use strategy='ddp', or a loss without the gradient of a gradient"
+    INPUTS = "Freeze the other parameters for this backward, or use strategy='ddp'"
     IN_BACKWARD = "Leave one of them out, or use strategy='fsdp'"
     JOIN = "Keep even_batches=True, or use strategy='ddp'"
     LEAVE_OUT = "Leave one of them out"

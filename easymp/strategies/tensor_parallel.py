@@ -25,7 +25,7 @@ from ..optim.sharded import check_sums
 from ..optim.torch_step import copies, values
 from ..options import Record, option
 from ..protocols import Conflict, Layout, WrapContext
-from .blocks import ATOMS, refuse_sharded
+from .blocks import ATOMS, refuse_hooked, refuse_sharded
 from .context_parallel import check_group_size
 from .fsdp import FSDPOptions, Sharded, check_shardable, find_groups, one_by_one, shard, shards_of
 from .single import Framed, Released, Remedy, Single, broadcast_model, device_mesh, hook_gradient, settle
@@ -186,6 +186,9 @@ class TensorParallel(Single):
         policy, options, world = context.policy, self.options, self._world
         model = policy.convert(model)
         parts = read_plan(model, options.plan, self._size)
+        for part in parts:
+            if part.style != "replicate":
+                refuse_hooked(part.module.named_parameters(part.name))
         if context.place:
             model.to(world.device)
         broadcast_model(model, world)

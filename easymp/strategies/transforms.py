@@ -152,7 +152,8 @@ def can_compile(model: nn.Module) -> bool:
 
 def passed_over(module: nn.Module) -> bool:
     """Whether torch.compile ignores `module`, whose forward is torch's own (a bare nn.Sequential), unless inlined."""
-    return type(module).forward.__module__.startswith("torch.nn.")
+    forward = getattr(type(module), "forward", None)  # of a scripted module: None
+    return getattr(forward, "__module__", "").startswith("torch.nn.")
 
 
 def all_blocks(models: Sequence[nn.Module], setting: str, remedy: str) -> list[nn.Module]:

@@ -429,6 +429,9 @@ class Preparation:
         rounds = prepared.engine.options.rounding is not None
         if self._run.precision.keeps_updates and not prepared.has_masters and not rounds:
             self._refuse_unfrozen(added)
+        models, is_fused = [route.original for route in self.models], self._why_not_fused.get(prepared, "") is None
+        if is_fused and not optim.fuses(optimizer, {**group, "params": added}, models):
+            group.setdefault("fused", False)
         type(optimizer).add_param_group(optimizer, group)
         self._watch_frozen(optimizer, added)
         prepared.group_added()

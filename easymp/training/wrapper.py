@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..base.dtensor import lacks_operation
 from ..base.parts import Parts
 from ..base.pytree import leaves
 from ..errors import PrepareError, StepError, nearest
@@ -204,11 +205,16 @@ def make_view(route: Route, methods: Sequence[str], sharded: bool, always: bool)
 
         return method
 
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "forward" in vars(original):  # set by the script since, and it calls this one
+            return kind.forward(original, *args, **kwargs)  # type: ignore[attr-defined]  # it has one
+        return route.call(*args, **kwargs)
+
     body = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__, "_easymp_route": route}
     if sharded:
         body.update((name, guarded(name)) for name in _methods(original))
     if _is_method(original, "forward"):  # a scripted module has none
-        body["forward"] = wraps(kind.forward)(call)  # type: ignore[attr-defined]  # it has one
+        body["forward"] = wraps(kind.forward)(forward)  # type: ignore[attr-defined]  # it has one
     body.update((name, routed(route, name)) for name in methods if name != "forward")
     slots = [n for base in kind.__mro__ for n, m in vars(base).items() if type(m) is MemberDescriptorType]
     body.update((slot, _forwarded(original, slot)) for slot in slots)
@@ -299,7 +305,7 @@ def check_loss(loss: Any, gradient: Tensor | None) -> None:
 
 
 def explain_backward(error: RuntimeError) -> None:
-    """Raise a StepError if `error` is torch's on a gradient of a gradient or values kept by selective checkpointing."""
+    """Raise a StepError if `error` is torch's on a gradient of a gradient, kept values of a checkpoint, or DTensors."""
     torch_message = str(error).splitlines()[0] if str(error) else ""
     if any(phrase in torch_message for phrase in ("double backward", "differentiate twice", "backward an extra time")):
         raise StepError(
@@ -312,4 +318,10 @@ def explain_backward(error: RuntimeError) -> None:
             "activation_checkpointing='attention' keeps the results of matrix products, convolutions and attention, "
             "and a block has changed one in place: write it without (nn.ReLU(inplace=False), x = x + y), or use "
             "activation_checkpointing='blocks'"
+        ) from error
+    if lacks_operation(error):
+        raise StepError(
+            "the loss is computed from parameters outside of the model's forward, such as a penalty on weights, and "
+            "there they are shards: use the optimizer's weight_decay, or strategy='ddp'. torch said: "
+            f"{torch_message}"
         ) from error

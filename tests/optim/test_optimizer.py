@@ -271,6 +271,43 @@ def test_momentum_begins_at_a_later_step(change: str, precision: str) -> None:
     torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
 
 
+class Gaps(nn.Module):
+    """A parameter that does not fill its memory, which torch's fused steps write wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(4, 12, generator=generator)[:, ::2])
+        self.last = nn.Parameter(torch.randn(6, 2, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first).tanh() @ self.last
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1"])
+def test_a_group_added_later_steps_fused_only_where_that_is_right(ranks, strategy: str, precision: str) -> None:
+    for result in ranks(with_later_group, strategy, precision, processes=1 if strategy == "single" else 2):
+        torch.testing.assert_close(result, with_later_group(None), rtol=1e-2, atol=1e-2)
+
+
+def with_later_group(strategy: str | None, precision: str = "no") -> list[Tensor]:
+    """Weights after six updates; of plain torch without a strategy."""
+    model: Any = Gaps()
+    optimizer: Any = torch.optim.Adam([model.last], lr=0.1)
+    acc = make_accelerator(strategy=strategy, mixed_precision=precision, scaler_options=GradScalerKwargs(4.0))
+    if strategy:
+        model, optimizer = acc.prepare(model, optimizer)
+    optimizer.add_param_group({"params": [model.first]})
+    for _ in range(6):
+        loss = loss_of(model).square()
+        acc.backward(loss) if strategy else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.end_training()
+    return [p.detach().contiguous() for p in (model.first, model.last)]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp16-true"])
 @pytest.mark.parametrize("between", ["unscale", "clip", "step of the other"])
 def test_gradients_that_wait_for_a_later_step_keep_the_loss_scale(between: str, precision: str) -> None:

@@ -79,6 +79,7 @@ WIDEST: dict[str, Any] = {
     "addcmul": lambda a, b: torch.addcmul(a, b, b),
     "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
     "dot": lambda a, b: torch.dot(a[0], b[0]),
+    "vdot": lambda a, b: torch.vdot(a[0], b[0]),
     "cat": lambda a, b: torch.cat([a, b]),
     "bilinear": lambda a, b: F.bilinear(a, b, torch.ones(2, 4, 4, dtype=b.dtype)),
 }

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from easymp import GradScalerKwargs, SettingError, StepError
 from easymp.base.accumulation import UpdateWindow
 from easymp.precision import Scaler
+
+from ..words import make_accelerator
 
 INF = float("inf")
 
@@ -210,3 +213,23 @@ def test_off_is_the_identity() -> None:
         scaler.update()
     torch.testing.assert_close(p.data, torch.full((3,), 0.6))
     assert (scaler.get_scale(), scaler.state_dict(), window.turn(optimizer).skipped) == (1.0, {}, None)
+
+
+@pytest.mark.parametrize("words", [{"mixed_precision": "fp16"}, {"mixed_precision": "no", "nonfinite": "skip"}])
+def test_complex_gradients_are_unscaled_and_checked(words: dict[str, Any]) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).abs().sum()
+
+    with make_accelerator(scaler_options=GradScalerKwargs(init_scale=4.0), **words) as acc:
+        model, optimizer = acc.prepare(model := Waves(), torch.optim.SGD(model.parameters(), lr=0.5))
+        for factor in (1.0, float("inf")):
+            acc.backward(model(torch.tensor([factor, 1.0])))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert acc.optimizer_step_was_skipped
+        assert model.weight.tolist() == [0.5, 0.5]

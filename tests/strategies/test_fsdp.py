@@ -15,12 +15,14 @@ from easymp import (
     FSDPOptions,
     GradientAccumulationPlugin,
     PrepareError,
+    RefusedError,
     SettingError,
     StepError,
 )
 from easymp.compat.accelerate import Accelerator
 from easymp.strategies.blocks import find_blocks
 
+from ..versions import ADDS
 from .models import Of, Tied, adamw, agree, alone, make, mean_square, part, refuses, sgd, trained, under, update, whole
 
 ROWS = [
@@ -258,6 +260,7 @@ def test_refusals_have_sentences() -> None:
         refuses(PrepareError, "parameter 'gain', which fsdp shards along dimension 0, is 0-dim", acc.prepare, scalar)
         refuses(PrepareError, "is not contiguous (strides (18, 1, 6, 2))", acc.prepare, last)
         refuses(PrepareError, "'0.weight' is torch.float32, '1.weight' is torch.float64", acc.prepare, mixed)
+        refuses(PrepareError, "a scripted module takes no hooks", acc.prepare, torch.jit.script(nn.Linear(2, 2)))
         refuses(PrepareError, "a ModuleList cannot be called", acc.prepare, nn.ModuleList([nn.Linear(1, 1)]))
         prepared = acc.prepare(model)
         refuses(PrepareError, "that belongs to no prepared model", acc.prepare, foreign)
@@ -342,3 +345,76 @@ def test_the_micro_batches_of_an_update_may_use_different_parts(ranks, strategy,
             atol = 1e-6 if exact else 6e-4 if index < 10 else 4e-3
             assert (a is None) == (b is None)
             assert a is None or torch.allclose(a, b, rtol=1e-4 if exact else 2e-2, atol=atol)
+
+
+def double(parameter: Any) -> None:
+    parameter.grad.mul_(2)
+
+
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel"])
+def test_hooks_of_parameters_are_not_lost(strategy: str) -> None:
+    """A shard replaces the parameter, whose hooks backward would not call."""
+    for register in (
+        lambda p: p.register_hook(lambda gradient: gradient * 2),
+        lambda p: p.register_post_accumulate_grad_hook(double),
+    ):
+        with under(strategy) as acc:
+            model = make("mlp")
+            register(model[2].weight)
+            refuses(PrepareError, "parameter '2.weight' has a hook, which would not run", acc.prepare, model)
+    with under(strategy) as acc:
+        plain, model = make("mlp"), acc.prepare(make("mlp"))
+        for net, backward in ((plain, torch.Tensor.backward), (model, acc.backward)):
+            net[2].weight.register_post_accumulate_grad_hook(double)
+            backward(net(torch.ones(2, 12)).sum())
+        torch.testing.assert_close(whole(model[2].weight.grad), plain[2].weight.grad)
+        model[2].weight.register_hook(lambda gradient: gradient)
+        if strategy == "fsdp":
+            refuses(PrepareError, "parameter '2.weight' has a hook, which would not run", model, torch.ones(2, 12))
+
+
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel"])
+def test_what_shards_cannot_compute_is_explained(strategy: str) -> None:
+    for kind in (torch.optim.LBFGS, torch.optim.Rprop) if ADDS else ():
+        with under(strategy) as acc:
+            model, optimizer = acc.prepare(model := make("mlp"), kind(model.parameters()))
+
+            def closure() -> torch.Tensor:
+                loss = mean_square(model(torch.ones(2, 12)))  # noqa: B023
+                acc.backward(loss)
+                return loss
+
+            closure()
+            refuses(StepError, f"{kind.__name__} cannot step on sharded parameters", optimizer.step, closure)
+    with under(strategy) as acc:
+        model = acc.prepare(make("mlp"))
+        loss = mean_square(model(torch.ones(2, 12))) + sum(p.abs().sum() for p in model.parameters())
+        refuses(StepError, "such as a penalty on weights, and there they are shards", acc.backward, loss)
+
+
+@pytest.mark.on_ranks(2)
+def test_backward_for_some_inputs_is_refused() -> None:
+    """torch leaves the shards without a gradient, in silence."""
+    with under("fsdp") as acc:
+        model = acc.prepare(make("mlp"))
+        loss = mean_square(model(torch.ones(2, 12)))
+        keywords = {"inputs": list(model[4].parameters())}
+        refuses(RefusedError, "backward(inputs=...) and fsdp do not go together", acc.backward, loss, **keywords)
+
+
+def evaluated_first(strategy: str) -> list[torch.Tensor]:
+    with under(strategy) as acc:
+        model, optimizer = acc.prepare(model := make("tied"), adamw(list(model.parameters())))
+        x = torch.ones(2, 12)
+        with torch.inference_mode():
+            before = model(x).clone()
+        update(acc, optimizer, mean_square(model(x)))
+        with torch.inference_mode():
+            return [before, model(x).clone()]
+
+
+def test_a_model_trains_after_inference_mode(ranks) -> None:
+    for result in ranks(evaluated_first, "fsdp"):
+        torch.testing.assert_close(result, evaluated_first("single"), rtol=1e-4, atol=1e-5)
