@@ -120,10 +120,17 @@ class DDP(Single):
         return check_all if checks else None
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
+        optimizer.register_step_pre_hook(self.check_reduced)
         if isinstance(optimizer, Muon):
             self._muons.add(optimizer)
             self._share_steps(True)
         return optimizer
+
+    def check_reduced(self, *_: Any) -> None:
+        """Before a step: raise StepError if a model's last backward has not averaged all gradients."""
+        for wrapper in self._world.wrappers:
+            if isinstance(wrapper, Replica):
+                wrapper.check_reduced()
 
     def _share_steps(self, enabled: bool) -> None:
         """Set whether the ranks share the work of a step of Muon, which then is a collective."""
@@ -207,8 +214,7 @@ class Replica(DistributedDataParallel):
         try:
             outputs = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
         except RuntimeError as error:
-            if UNFINISHED in str(error):
-                raise StepError(self._explain_unused(str(error))) from error
+            self._explain(error)
             raise
         finally:
             if self.require_backward_grad_sync != reduces:
@@ -253,6 +259,19 @@ class Replica(DistributedDataParallel):
             self.__dict__["armed"] = False
 
         return check
+
+    def check_reduced(self) -> None:
+        """Raise StepError if the last backward has not averaged all gradients."""
+        try:
+            self.reducer._rebuild_buckets()  # checks that; buckets that are built stay
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise a StepError if `error` is torch's about gradients that it waits for."""
+        if UNFINISHED in str(error):
+            raise StepError(self._explain_unused(str(error))) from error
 
     def _explain_unused(self, error_text: str) -> str:
         """torch's message about parameters that it waits for, with their names and the remedy under these options."""

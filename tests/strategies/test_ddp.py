@@ -102,6 +102,12 @@ def test_refusals_have_sentences() -> None:
         error_text = message(StepError, lambda: acc.backward(model(x).sum()))
         assert "no gradient came for 'unused.weight', 'unused.bias', 'blocks.2.0.weight'" in error_text
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in error_text
+    for strategy in ("ddp", "zero1"):
+        with under(strategy) as acc:
+            model = make("idle")
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            acc.backward(model(x).sum())
+            assert "no gradient came for 'unused.weight'" in message(StepError, optimizer.step)
     with under("ddp", {"static_graph": True}, precision="bf16") as acc:
         model = acc.prepare(of_two())
         for uses_later in (True, True, False):
