@@ -32,7 +32,7 @@ def rank_zero_only(fn: Callable[..., Any], default: Any = None) -> Callable[...,
     return run_where(lambda: read_ranks().rank == 0, fn, default)
 
 
-class Logger:
+class FileLogger:
     """Base of loggers that write to ``root_dir/name/version_<n>``. By default n is the next number."""
 
     def __init__(self, root_dir: Any, name: str | None, version: int | str | None, prefix: str) -> None:
@@ -57,7 +57,7 @@ class Logger:
         return {self._prefix + name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
 
 
-class CSVLogger(Logger):
+class CSVLogger(FileLogger):
     """Metrics in ``metrics.csv``, on rank 0; rows are written every `flush_logs_every_n_steps`, and by `save`."""
 
     def __init__(
@@ -113,7 +113,7 @@ class CSVLogger(Logger):
         self.save()
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FileLogger):
     """Metrics for TensorBoard, on rank 0; further `options` are those of torch's SummaryWriter."""
 
     def __init__(
