@@ -263,7 +263,8 @@ class OptimizerState:
                     options[key] = value.to(live[key].device)
             fitting.append(options)
         if len(saved) != len(fitting):
-            source.complain(f"{self.name} had {len(saved)} param groups, and has {len(fitting)} here")
+            remedy = "make the same groups before the load, those of add_param_group too"
+            source.complain(f"{self.name} had {len(saved)} param groups, and has {len(fitting)} here: {remedy}")
         return fitting
 
     def _check_kinds(self, saved: Any) -> None:
