@@ -173,6 +173,7 @@ class Engine:
         self._masters = masters if sharded is None else None
         self._low = {} if self._masters is None else self._masters.low
         self._group_count, self._worth = -1, False
+        self._trained: tuple[list[bool], int] | None = None  # at SGD's last step: which parameters train; their states
         self._clip: Clip | None = None  # left to the next step by `clip_grad_norm_`
         rounding = options.rounding
         if rounding is not None and sharded is not None and elementwise(inner):
@@ -361,7 +362,11 @@ class Engine:
                 return self._with_hooks(lambda: step(*numbers))
             except KernelError as error:
                 self.fall_back_to_torch(str(error))
-        fill_momentum(self._inner)  # of parameters that train since the last step
+        if type(self._inner) is torch.optim.SGD:
+            trained = [p.requires_grad for p in parameters_of(self._inner)], len(self._inner.state)
+            if trained != self._trained:  # a parameter has been unfrozen, or its state dropped
+                fill_momentum(self._inner)
+                self._trained = trained
         return self._plain() if plain else self._step_by_torch(factor, found_inf)
 
     def _step_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:
