@@ -111,7 +111,7 @@ OPTIONS = (*AT_CALL, *CLOSURES, *SPARSE, *PACKING, ROUNDING)
 
 
 def table() -> list[Conflict]:
-    """All rows: of strategies, precisions, parts and options."""
+    """All rows of the table: those of strategies, precisions, parts and options."""
     owners: list[Any] = [*STRATEGIES.values(), *PRECISIONS.values(), *PARTS.values(), *PASSED_PARTS.values()]
     return list(dict.fromkeys(row for rows in (*(owner.conflicts for owner in owners), OPTIONS) for row in rows))
 

@@ -224,7 +224,7 @@ def _automatic(facts: Facts) -> tuple[str, str]:
 
 
 def _weights(precision: Choice[str]) -> Choice[str]:
-    """The choice before models are known; `Preparation` refines it."""
+    """The plan's line on weights before models are known; `Preparation` refines it."""
     kind = PRECISIONS[precision.value]
     if kind.raises:
         return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)

@@ -190,7 +190,7 @@ class Strategy:
         return ()
 
     def in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the parameters of `optimizer`, the one that steps, are equal now on all ranks that hold them."""
+        """Whether all ranks that hold a parameter of `optimizer` have the same values now."""
         return True
 
     def context(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> AbstractContextManager[Any]:

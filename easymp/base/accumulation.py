@@ -66,7 +66,7 @@ class Turn:
         self.phase = phase
 
     def begin(self) -> None:
-        """Begin the next update; gradients are new, or add to existing ones."""
+        """Begin the next update. Gradients in memory may be kept and added to."""
         self.phase, self.found_inf = Phase.ACCUMULATING, None
 
 
@@ -339,7 +339,7 @@ class Progress:
         self._total: int | None = None  # updates of the run, once known
 
     def count(self, updates: int) -> bool:
-        """Count up to an optimizer's number of updates. False: another optimizer has reached it before."""
+        """Raise the count to `updates`, the number of one optimizer. Returns False if the count was there already."""
         if updates <= self.updates:
             return False
         self.updates, loader = updates, self._window.reading

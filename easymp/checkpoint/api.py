@@ -465,21 +465,21 @@ class Checkpoints:
         """Stream a model's whole weights to another program, such as an inference server, or a file format of your own.
 
         All ranks loop over the stream together, under every strategy, and each gets every tensor. A rank holds its own
-        part of the model and about one bucket. `each_bucket` of what this returns calls a function with each bucket, on
+        part of the model and about one bucket. The stream's method `each_bucket` calls a function with each bucket, on
         all ranks or on one.
 
-        Where every rank holds the whole model, its tensors are the live ones (clone what must not change), and ranks
-        may loop alone. Else all ranks run the loop to its end, or leave it after the same tensor: the others raise an
-        error that names a rank that leaves early.
+        If every rank holds the whole model, ranks may loop alone, and the tensors are the live ones: clone those that
+        must not change. Otherwise all ranks run the loop to its end, or leave it after the same tensor. If a rank
+        leaves early, the others raise an error that names it.
 
         Args:
             model: prepared or not; None: the one that is prepared.
-            dtype: of floating-point tensors, which travel in it; None: as they are.
-            bucket: bytes that are gathered together, or as "500MB"; a larger tensor travels by itself.
+            dtype: to which floating-point tensors are cast before they are sent; None: as they are.
+            bucket: bytes that are gathered together, a number or text such as "500MB"; a larger tensor is sent alone.
 
         Returns:
             An iterable of (name, tensor) with the names of the plain model's `state_dict`, tensors on the run's device.
-            Names of tied weights follow one another, with one tensor.
+            Tied weights follow one another, each name with the same tensor.
 
         Raises:
             StepError: without `model`, where none or several are prepared.

@@ -129,7 +129,7 @@ class CheckpointReader:
         return {name: master for tree in trees for name, master in tree.items()}
 
     def stepped(self, name: str) -> tuple[str, StoredTensor | None]:
-        """Full name and tensor of what the optimizer stepped: the fp32 master of the parameter `name`, or itself."""
+        """Full name and tensor of the fp32 master of parameter `name`; without a master, those of the parameter."""
         aliases = self.manifest.aliases
         path = self._masters.get(aliases.get(name, name)) or name
         return path, self.manifest.tensors.get(aliases.get(path, path))

@@ -1,8 +1,9 @@
 """Writer locks: one process at a time writes a checkpoint.
 
-A `KernelLock` is a POSIX lock on a file, which the system takes back from a dead process, and which forked children do
-not inherit (flock's they do). Where there are none (object stores, some network file systems) a `Heartbeat` is a file
-that its owner writes anew every few seconds. Either file says who owns it: host, process, since when.
+A `KernelLock` is a POSIX lock on a file. The system releases it when the process dies, and forked children do not
+inherit it (they would inherit a lock by flock). Object stores and some network file systems have no such locks: there a
+`Heartbeat` is used, a file that its owner rewrites every few seconds. Either file has its owner's host, process and
+start time.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Source:
         read_all(self.files, plan_reads(requests), tick)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors, whole and in new host memory."""
+        """Read the tensors `names`, whole, into new host memory."""
         stored = {name: self.tensors[name] for name in names}
         tensors = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in stored.items()}
         self.fill([ReadRequest(stored[name], full_box(t.shape), t) for name, t in tensors.items()])

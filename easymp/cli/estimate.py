@@ -1,20 +1,20 @@
 """Estimate the memory that a training needs on each rank, by strategy, precision and number of processes.
 
-MODEL is a number of parameters, for which a transformer stands in; safetensors weights (a file, an index or a folder),
-whose parameters are counted by the headers; the config.json of a Hugging Face model, which transformers builds; or
-module:callable, which is called without arguments to build the model. Nothing is allocated where that is possible.
+MODEL is one of: a number of parameters, treated as a transformer of that size; safetensors weights (a file, an index or
+a folder), whose headers give the number of parameters; the config.json of a Hugging Face model, which transformers
+builds; or module:callable, which is called without arguments and returns the model. If possible, nothing is allocated.
 
 examples:
   easymp estimate 7B                                        a transformer of 7 billion parameters
-  easymp estimate 350M --processes 1,8 --memory 80GB        on eight devices of 80 GB elsewhere
+  easymp estimate 350M --processes 1,8 --memory 80GB        on eight devices of 80 GB of another machine
   easymp estimate 70B --for 8x8xH100                        on eight nodes of eight H100
   easymp estimate model.safetensors --optimizer sgd         weights, trained by SGD
   easymp estimate llama/config.json --input 8x1024:int64    a model of transformers, with the activations of a batch
-  easymp estimate train:make_model --input 32x3x224x224     one of your own
+  easymp estimate train:make_model --input 32x3x224x224     a model of your own
   easymp estimate 7B --strategy fsdp --options '{"cpu_offload": true}'
 
-Not counted: the workspace of kernels, fragmentation, and without --input activations; a fifth of the memory is left to
-them.
+The workspace of kernels, fragmentation and, without --input, activations are not counted. A fifth of the memory is left
+for them.
 """
 
 from __future__ import annotations

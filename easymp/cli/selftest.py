@@ -103,7 +103,7 @@ def check_collectives(acc: Accelerator, folder: Path) -> str:
 
 
 def check_bandwidth(acc: Accelerator, folder: Path) -> str:
-    """An all-reduce of 32 MiB of fp32; bus bandwidth as NCCL's tests count it, 2 (n - 1) / n × bytes / time."""
+    """Time an all-reduce of 32 MiB of fp32. Bus bandwidth is that of NCCL's tests: 2 (n - 1) / n × bytes / time."""
     ranks = acc.num_processes
     if ranks == 1:
         raise SkippedCheck("one process sends nothing")

@@ -1,6 +1,6 @@
-"""Messages and module addresses that the layers share.
+"""Messages and module addresses that the migration layers share.
 
-A layer warns of options without effect, and says what replaces absent names.
+A layer warns of options without effect. For an absent name its error names the replacement.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def by_name(*functions: Any, **aliases: Any) -> dict[str, Any]:
 
 @contextmanager
 def saving_between_micro_batches(window: UpdateWindow) -> Iterator[None]:
-    """Inside, checkpoints are saved in an unfinished window, too, without its gradients, as the peers do."""
+    """A context that allows saves inside an accumulation window. The window's gradients are not saved."""
     sync, window.sync = window.sync, True
     try:
         yield

@@ -129,7 +129,7 @@ def probe(launcher: CupyLauncher) -> None:
 
 
 def keep_cache_writable() -> None:
-    """Keep compiled kernels in memory where CuPy cannot write its folder: its import or a compilation would fail."""
+    """Keep compiled kernels in memory if CuPy cannot write its folder. Else its import or a compilation would fail."""
     folder = env.read("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -210,7 +210,7 @@ def elementwise(kernel: Kernel) -> Any:
 
 
 class CupyLauncher:
-    """Runs kernels on one CUDA device, in the order of torch's current stream there. Tests have one that uses g++."""
+    """Runs kernels on one CUDA device, in the order of torch's current stream there. Tests use a launcher with g++."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -157,10 +157,10 @@ def stream(
 ) -> Kernel:
     """A kernel over chunks, with the arguments ``uint64 table, uint64 chunks, uint64 partials`` and `arguments`.
 
-    Roles are in the order of the table's addresses. `element` is C++ on floats with the names of the roles and of
-    `sums`; ``i64 e`` is the number of the element in its tensor, in memory's order. `setup` runs before the loop and
-    sees ``i64 tensor`` (the row) and the arguments. `sums` maps a name to a C++ expression of the sum and ``copies``
-    (ranks that hold the tensor); each block stores one double for each at ``partials``.
+    `roles` are in the order of the table's addresses. `element` is C++ for one element: it reads and sets floats with
+    the names of the roles and of `sums`; ``i64 e`` is the index of the element in memory. `setup` runs before the loop
+    and sees ``i64 tensor`` (the row) and the arguments. `sums` maps a name to a C++ expression of the sum and
+    ``copies`` (the number of ranks that hold the tensor). Each block stores one double for each sum at ``partials``.
     """
     sums = sums or {}
     pointers = "\n".join(

@@ -245,7 +245,7 @@ class HangWatch:
         return self._watch.ask(rank, question, self._mailbox, PATIENCE)
 
     def _state_of_busy(self, rank: int) -> str:
-        """Where a rank is that does not wait, and whether it moves."""
+        """The line at which a rank runs that waits for no collective, and whether it moves on."""
         answer_before = self._ask(rank, "pulse")
         time.sleep(PULSE)
         answer = self._ask(rank, "pulse")

@@ -121,10 +121,11 @@ class Mailbox:
         longest: float = POLL,
         patience: float = 0.0,
     ) -> None:
-        """Wait until values of all `keys` were posted, at most `seconds`, and `patience` for one answer of the store.
+        """Wait until values of all `keys` were posted, at most `seconds`.
 
-        `look` is called between two looks at the store, at most `longest` seconds apart. Its errors end the wait. A
-        TimeoutError lists the indices of missing `keys`, or says that the store does not answer.
+        The store may take `patience` seconds to answer (0: any time). It is asked again after a call of `look` and a
+        pause of at most `longest` seconds. An error of `look` ends the wait. A TimeoutError lists the indices of
+        missing `keys`, or says that the store does not answer.
         """
         deadline, pause = time.monotonic() + seconds, 0.001
         while not (with_timeout(lambda: self.has(*keys), patience) if patience else self.has(*keys)):
@@ -141,7 +142,7 @@ class Mailbox:
         return [f"{key}/{rank}" for rank in range(self.size)]
 
     def barrier(self, key: str, seconds: float = inf, value: bytes = b"") -> None:
-        """Post under `key` and wait until all ranks have. The others may read `value`. Raises as `wait`."""
+        """Post `value` under `key`, where other ranks may read it, and wait until all have posted. Raises as `wait`."""
         self.post(f"{key}/{self.rank}", value)
         self.wait(self.of_ranks(key), seconds)
 
@@ -337,7 +338,7 @@ class Watch:
 
     @staticmethod
     def caused_by_peer(error: BaseException) -> bool:
-        """Whether a backend's error means that another rank is late, gone, or elsewhere."""
+        """Whether a backend's error means that another rank is late, has ended, or makes another call."""
         text = str(error).lower()
         return any(sign in text for sign in PEER_SIGNS)
 

@@ -92,7 +92,7 @@ class Masters:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Let the parameters' gradients be their masters', rounded: to be read, and changed by any means."""
+        """Copy the masters' gradients, rounded, to the parameters' ``.grad``, where scripts read and change them."""
         self.gather()
         self._moved.clear()
         for parameter, master in self._pairs:
@@ -256,7 +256,7 @@ class Sums:
                     parameter.grad = average
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The sum of a parameter's gradients, or its `.grad`."""
+        """The fp32 sum of a parameter's gradients, or its ``.grad`` where there is no sum."""
         return self._sums.get(parameter, parameter.grad)
 
     def gradients(self) -> Iterator[Tensor]:

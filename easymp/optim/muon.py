@@ -253,7 +253,10 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
 def orthogonalised(
     stack: Tensor, steps: int, mesh: Any, placements: Sequence[Any], shape: Sequence[int]
 ) -> Sequence[Tensor]:
-    """Of this rank's parts of matrices, its parts of the results. Each rank of `mesh` iterates on its share of them."""
+    """Orthogonalise matrices of which each rank has parts; returns this rank's parts of the results.
+
+    Each rank of `mesh` iterates on some of the matrices, whole.
+    """
     if mesh is None:
         return newton_schulz(stack, steps).unbind()
     from torch.distributed.tensor import DTensor, Shard

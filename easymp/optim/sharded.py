@@ -306,7 +306,7 @@ class ShardedOptimizer(WrappingOptimizer):
         return Counting(lambda shard: 1 if shard.ndim else world.size, add)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a tensor that has a parameter's shape, a view."""
+        """A view of this rank's rows of `tensor`, which has a parameter's shape."""
         return cut(tensor, self.world.rank, self.world.size)
 
     def gather_rows(self, parameters: Sequence[Tensor]) -> None:

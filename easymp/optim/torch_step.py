@@ -236,18 +236,18 @@ class Snapshot:
 
     @property
     def present(self) -> bool:
-        """Whether it is still the parameter's gradient, with whatever was added to it."""
+        """Whether the gradient is still the parameter's; values may have changed."""
         return self.parameter.grad is not None and self.parameter.grad is self._gradient()
 
     @property
     def unchanged(self) -> bool:
-        """Whether it is present, and has neither been changed nor set to zero."""
+        """Whether the gradient is present and its values are unchanged."""
         gradient = self.parameter.grad
         return self.present and gradient is not None and local(gradient)._version == self._version
 
     @property
     def cleared(self) -> bool:
-        """Whether the parameter has no gradient now, or zeros. Waits for the device."""
+        """Whether the parameter now has no gradient, or one of zeros. Waits for the device."""
         gradient = self.parameter.grad
         return gradient is None or is_zero(gradient)
 

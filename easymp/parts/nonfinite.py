@@ -133,7 +133,7 @@ class Nonfinite(Part):
         self._calls.clear()
 
     def loaded(self, path: str) -> None:
-        """Forget the losses since the last step, which does not come."""
+        """Forget losses that no step has followed: the load has replaced the state."""
         self._bad_loss, self._error = False, None
         self._calls.clear()
 

@@ -108,7 +108,7 @@ class Preemption(Part):
                 former(number, frame)
 
     def _answer(self) -> str:
-        """This rank's answer, the same each time. Called in the listener's thread, too."""
+        """The number of the last loop body that this rank has passed; the same in each call. Any thread may call it."""
         with self._lock:
             if self._answered is None:
                 self._answered = self._passed

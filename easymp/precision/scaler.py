@@ -187,7 +187,7 @@ class Scaler:
         return None if found_inf.item() else optimizer.step(*args, **kwargs)
 
     def begin_step(self, optimizer: Optimizer) -> Tensor:
-        """Divide `optimizer`'s gradients if that was not done; returns found_inf. StepError if it has stepped."""
+        """Divide `optimizer`'s gradients by the scale, once an update. Returns found_inf. StepError after its step."""
         turn = self._window.turn(optimizer)
         turn.check(Phase.STEPPED)
         self.ensure_unscaled(optimizer)

@@ -133,7 +133,7 @@ class DDP(Single):
                 wrapper.check_reduced()
 
     def _share_steps(self, enabled: bool) -> None:
-        """Set whether the ranks share the work of a step of Muon, which then is a collective."""
+        """Set whether the ranks share the work of Muon's steps. A shared step is a collective."""
         for optimizer in self._muons:
             optimizer.shared = enabled
 

@@ -279,7 +279,7 @@ def shard(
     module: nn.Module, mesh: Any, options: FSDPOptions, device: torch.device, unsharded: Sequence[nn.Parameter] = (),
     gather: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Shard the parameters of `module`, except `unsharded`, over `mesh`. `gather`: the dtype of gathered ones."""
+    """Shard the parameters of `module`, except `unsharded`, over `mesh`. They are gathered in dtype `gather`."""
     # Imported here: half a second that other strategies need not pay.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -32,7 +32,7 @@ SAME_COURSE = "strategy 'pipeline' needs a forward whose course and shapes follo
 
 
 class Cuts(NamedTuple):
-    """Where stages begin, and what they use."""
+    """The modules at which stages begin, and the stages that use each parameter or buffer."""
 
     begins: tuple[str, ...]  # names of the modules at whose first call stages 1, 2 … begin
     users: Mapping[str, tuple[int, ...]]  # parameter or buffer → stages that use it; an unused one: its neighbour's

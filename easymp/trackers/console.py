@@ -156,7 +156,7 @@ class Console(Part):
     # -- the line -----------------------------------------------------------------------------------------------------
 
     def _show(self, since: Mark, is_final: bool = False) -> None:
-        """Show the last mark, with rates since another one."""
+        """Show the last mark, with rates since the mark `since`."""
         mark, first = self._marks[-1], self._first or since
         position = self._progress.position(mark.updates)
         texts = []
@@ -211,7 +211,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 class Bar:
-    """tqdm's line on a terminal or in a notebook. Until `close`, a `write` to the terminal clears it first."""
+    """tqdm's line on a terminal or in a notebook. Until `close`, the line is cleared before others write there."""
 
     def __init__(self, stream: Any) -> None:
         with isolated():  # packages may draw random numbers at import

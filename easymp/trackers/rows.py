@@ -157,7 +157,7 @@ def _axes(shape: tuple[int, ...], prefers_first: bool) -> tuple[Any, int]:
 
 
 def checked_table(columns: Any, rows: Any) -> tuple[list[str], list[list[Any]]]:
-    """Names of columns, and rows of numbers, words and None. Waits for the device of tensors."""
+    """Check a table. Returns the column names, and rows of numbers, words and None. Waits for the device of tensors."""
     names = [] if isinstance(columns, str) else list(columns)
     valid = all(isinstance(name, str) and name and not name.startswith("_") for name in names)
     if not names or not valid or len({*names}) < len(names):

@@ -293,7 +293,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def _await_next_second(folder: Path) -> None:
-    """Wait until a new file sorts last: the files' names, and with them the order of reading, begin with the second."""
+    """Wait for the next second if a file of this one exists. Names begin with the second, and are read in order."""
     newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
     while newest == f"{int(time.time()):010d}":
         time.sleep(0.02)

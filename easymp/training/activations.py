@@ -52,10 +52,10 @@ def count_activations(
     available: int = 0,
     offload: bool = False,
 ) -> Activations:
-    """Count what forward keeps; with all parts recomputed, the average one is whole beside what the others keep.
+    """Count the activations of a training step at its peak.
 
-    `available` is what activations may take where `recomputed` leaves the number of blocks open. With `offload`, what
-    forward keeps is in the host's memory.
+    `available` is the limit in bytes where `recomputed` leaves the number of blocks open. With `offload`, activations
+    that forward keeps for backward are in the host's memory, and do not count.
     """
     autocast = policy.param == torch.float32
     compute = policy.compute if autocast and policy.compute != torch.float32 else None

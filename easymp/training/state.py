@@ -199,7 +199,7 @@ def report_end(kind: type[BaseException], error: BaseException, traceback: Trace
 
 
 def current_world(cpu: bool | None = None, backend: str | None = None, timeout: float | None = None) -> World:
-    """The newest open run's world; where none is open, one is joined by the environment's launch variables."""
+    """The newest open run's world. If no run is open, join the world that the launch variables announce."""
     if not OPEN_RUNS:
         settings = resolve(cpu=cpu, timeout=timeout)
         plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))

@@ -348,7 +348,7 @@ def summarize(runs: Sequence[Run]) -> tuple[Summary, ...]:
 
 
 def name_and_folder(argument: str) -> tuple[str, Path]:
-    """The plan's name and the folder in NAME=FOLDER; of FOLDER alone, its own name."""
+    """Split NAME=FOLDER into the plan's name and the folder. FOLDER alone is named after itself."""
     name, equals, folder = argument.partition("=")
     if not equals or Path(argument).exists():
         name, folder = "", argument

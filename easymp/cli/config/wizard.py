@@ -425,7 +425,7 @@ def _print_changes(text: str, target: file.Target) -> None:
 
 
 def _print_next_command(draft: Draft, path: Path, machine: str | None) -> None:
-    """Print the command that starts a script under the file at `path`, on this machine or the described `machine`."""
+    """Print the command that starts a script with the settings file `path`, on this machine or on `machine`."""
     print_title(f"Next, on {machine}, with a copy of the file" if machine else "Next")
     is_default = path.resolve() == Path(env.read(settings.VARIABLE) or settings.FILE).resolve()
     variable = "" if is_default else f"{settings.VARIABLE}={shlex.quote(str(path))} "

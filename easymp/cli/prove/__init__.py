@@ -208,7 +208,7 @@ def prove(
 
 
 def is_interpreter(against: str) -> bool:
-    """Whether `against` names a Python that runs the reference; a SettingError for what is no reference."""
+    """Whether `against` is a Python interpreter. SettingError if it is no reference of any kind."""
     if against in LIBRARIES or (against.endswith(".py") and Path(against).is_file()):
         return False
     path = shutil.which(against)

@@ -147,7 +147,7 @@ class Kills:
         self._compare(second, "another uninterrupted run begins at update 0", exact=True, is_control=True)
 
     def _run_chain(self, folder: Path) -> None:
-        """Start the script until it ends, with kills as long as there are not enough of them."""
+        """Start the script again and again until it ends. Starts are killed until the number of kills is reached."""
         sizes, position, exact = self._args.processes, 0, True
         for number in count(1):
             has_checkpoint, unfinished = any(folder.glob("*/**/COMMIT")), self._unfinished(folder)
@@ -253,7 +253,7 @@ class Kills:
             raise Verdict(DIFFERS, reason + self._counter_difference(start), LOOP)
 
     def _changed_in_loaders(self, start: Start) -> list[str]:
-        """What the loaders of a start that failed hold otherwise than at the same update without a kill."""
+        """Names of loader values that differ between a failed start and the same update without a kill."""
         state: Entry = {}  # of the update in which it failed
         for (update, _), step in self._reference.steps[0].items():
             if update == start.updates + 1:

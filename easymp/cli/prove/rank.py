@@ -1,9 +1,9 @@
 """One rank of a proof: runs the script, and saves its first updates, or repeats them on one process and compares.
 
 An update is saved as the whole gradients that the step uses (reduced, unscaled, clipped), and the whole weights after
-it. The process that repeats updates compares its gradients, steps with the plan's, compares the weights, and takes the
-plan's. So errors do not add up over updates, and a gradient that is noise (of a key's bias under Adam) is not an update
-that differs.
+it. The process that repeats updates compares its gradients with the saved ones, steps with the saved gradients,
+compares the weights, and goes on from the saved weights. So errors do not add up over updates. Adam makes a full update
+of a gradient that is only rounding noise (that of an attention key's bias), so both steps use the same noise.
 """
 
 from __future__ import annotations

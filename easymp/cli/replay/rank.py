@@ -116,7 +116,7 @@ class Replay(Runner):
         self._follow()
 
     def _follow(self) -> None:
-        """Begin the update in front of which to stop, once the one before is made."""
+        """Begin to watch if the next update is the one in which the replay stops."""
         prepared = self.run.prepared
         self._updates = max((optimizer.updates for optimizer in prepared.optimizers), default=0)
         if self._began or self._updates != self._update - 1:

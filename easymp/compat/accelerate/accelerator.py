@@ -1,7 +1,7 @@
 """The Accelerator with the arguments, their order and the defaults of Accelerate.
 
-Defaults that change the training are Accelerate's: fp32, schedulers that step once a process (scripts count their
-horizon so), and no logs without `log_with`. Settings of the environment and of easymp.toml go before them.
+Defaults that change the training are Accelerate's: fp32, schedulers that step once a process (scripts compute their
+length so), and no logs without `log_with`. The environment and easymp.toml win over these defaults.
 """
 
 from __future__ import annotations

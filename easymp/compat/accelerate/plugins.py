@@ -287,7 +287,7 @@ def _load(accelerator: Any, item: Any, folder: str, name: str) -> None:
 
 
 class GeneralTracker(logbook.GeneralTracker):
-    """Base class of a script's trackers, which get what the script passes, at once; see `easymp.GeneralTracker`."""
+    """Base class of a script's trackers. They get values unchanged and without delay; see `easymp.GeneralTracker`."""
 
     as_given = True
 

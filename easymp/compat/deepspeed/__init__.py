@@ -59,7 +59,7 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``--deepspeed`` and ``--deepspeed_config`` for a script's parser."""
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script's own code")
     group.add_argument("--deepspeed_config", help="DeepSpeed's configuration, a JSON file")

@@ -409,7 +409,7 @@ def _allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = g
 def _broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> dict[str, Any]:
-    """Give all ranks the values of `root_rank`, a rank of the world. The mean of their gradients flows to it."""
+    """Give all ranks the values of `root_rank`, a rank of the world. Its gradient is the mean over the ranks."""
     running().members(process_set)
     if root_rank not in process_set.ranks:
         raise ValueError(f"broadcast received invalid root rank {root_rank} for {process_set}")

@@ -65,7 +65,7 @@ def _class_names(option: str, policy: Any) -> list[str] | None:
 
 
 class FSDPStrategy(Strategy):
-    """Strategy "fsdp" (or "hsdp", "ddp") in the words of torch's FSDP. Policies are sets of classes."""
+    """Strategy "fsdp", "hsdp" or "ddp", by the arguments of torch's FSDP. Policies are sets of classes."""
 
     def __init__(
         self, *, auto_wrap_policy: Any = None, activation_checkpointing_policy: Any = None, **options: Any
