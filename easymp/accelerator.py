@@ -120,8 +120,8 @@ class Accelerator(Collectives, Checkpoints):
     Args:
         mixed_precision: "auto", or a precision of `easymp.registry.PRECISIONS`; "no" and "fp32" are the same. "bf16",
             "fp16", "fp8" and "O1" raise trainable parameters that arrive in bf16 or fp16 to fp32. "bf16-true",
-            "fp16-true", "O2" and "O3" cast the model, and optimizers step fp32 masters of its weights; not so "O3", and
-            "bf16-true" with the setting ``stochastic_rounding``. The others cast nothing.
+            "fp16-true", "O2" and "O3" cast the model. Optimizers then step fp32 masters of its weights, except under
+            "O3", and under "bf16-true" with the setting ``stochastic_rounding``. The others cast nothing.
         strategy: how models are distributed: "auto", or a strategy of `easymp.registry.STRATEGIES`.
         strategy_options: the strategy's record (`FSDPOptions` …), or a dict of its fields.
         gradient_accumulation_steps: micro-batches in an update, see `accumulate`; or a `GradientAccumulationPlugin`.
@@ -143,11 +143,11 @@ class Accelerator(Collectives, Checkpoints):
             is named where it can be found: by a second forward ("raise", and on a CPU), or by hooks in the next update.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``), or a `ProjectConfiguration`.
             Default: the working directory.
-        log_with: where `log` writes: "jsonl" (the default), "console", another tracker by name, several, "all" that are
-            installed and keep rows, "none", or a `Tracker` of your own.
+        log_with: where `log` writes: "jsonl" (the default), "console", another tracker by name, several, "all" (those
+            that are installed and keep rows), "none", or a `Tracker` of your own.
         save_on_signal: answer to SIGTERM and SIGUSR1: end the run at the next batch of a prepared loader, or the next
-            of `epochs`, with a checkpoint in the project's folder and exit code 75. One more signal, 5 seconds later or
-            more, ends it at once. None: from `resume` on; True: from the beginning; False: never.
+            epoch of `epochs`, with a checkpoint in the project's folder and exit code 75. One more signal, 5 seconds
+            later or more, ends it at once. None: from `resume` on; True: from the beginning; False: never.
         parts: features of your own that watch or change the loop; see `Part`.
         settings: all other settings, see `Settings`; the arguments above win over it.
 
@@ -220,7 +220,7 @@ class Accelerator(Collectives, Checkpoints):
         self._sync_each_batch = request.accumulation.sync_each_batch
         self._autocast = request.autocast
         self._closed = False
-        self._trigger = False  # of `set_trigger`
+        self._trigger = False  # whether `set_trigger` was called
         self._loss_is_late = False  # whether the loss has its value only after backward
         self._undo = ExitStack()  # what `close` undoes outside of this object: torch's flags, locks, the exit handler
         device = torch.device(plan.device.value)
@@ -341,7 +341,7 @@ class Accelerator(Collectives, Checkpoints):
 
     @staticmethod
     def launch(processes: int | None = None) -> None:
-        """Run this script again on several processes; see `easymp.launch`. Call it first thing in the script.
+        """Run this script again on several processes; see `easymp.launch`. Call it at the beginning of the script.
 
         Args:
             processes: number of processes on this machine; None takes one an accelerator, or 1 without any.
@@ -376,9 +376,9 @@ class Accelerator(Collectives, Checkpoints):
             objects: each a Module, Optimizer, scheduler, DataLoader, something prepared before, or None; in any order.
             device_placement: whether to move each object to the device, one value an object; None takes the
                 constructor's.
-            forward_methods: names of methods that compute as forward does ("embed", "generate"): of the prepared model
-                they are called under autocast and the strategy, so that they train, too. Each model takes the names
-                that it has; methods that `easymp.forward_method` decorates need not be named.
+            forward_methods: names of methods that compute as forward does ("embed", "generate"). On the prepared model
+                they run under autocast and the strategy, so that they train, too. Each model takes the names that it
+                has; methods that `easymp.forward_method` decorates need not be named.
 
         Returns:
             The prepared objects in the same order; of one object, itself. Models have the class, parameters and names
@@ -421,7 +421,7 @@ class Accelerator(Collectives, Checkpoints):
 
         Args:
             loss: a mean over this rank's micro-batch (divided by the accumulation steps here), 0-dim; or with
-                `num_items` a sum. A mean over the labels of a batch that ``tokens=`` has packed counts by its labels.
+                `num_items` a sum. In a batch that ``tokens=`` has packed, a mean is weighted by the number of labels.
             num_items: how many items (tokens) `loss` sums over on this rank. The gradients become those of the sum over
                 the whole window and all ranks, divided by their common count: equal to one big batch.
             gradient: as in `torch.Tensor.backward`.
@@ -482,7 +482,7 @@ class Accelerator(Collectives, Checkpoints):
     ) -> Tensor:
         """Run forward, loss and backward of one micro-step, under every strategy; pipelines need this call.
 
-        Instead of ``backward(loss_fn(model(*inputs), target))``, and with the same gradients; accumulation, `num_items`
+        It replaces ``backward(loss_fn(model(*inputs), target))``, with the same gradients. Accumulation, `num_items`
         and the loss scale work as in `backward`. Under strategy "pipeline" `loss_fn` is called with the output of a
         micro-batch and its part of `target`, and the loss is the mean over the samples (with `num_items` the sum).
 
@@ -517,7 +517,7 @@ class Accelerator(Collectives, Checkpoints):
         finally:
             self._loss_is_late = False
         if strategy.late_loss:
-            self._loss_of_parts(loss, num_items)  # to be seen only: backward has run
+            self._loss_of_parts(loss, num_items)  # parts can only see it: backward has run
         return loss.detach()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -579,7 +579,7 @@ class Accelerator(Collectives, Checkpoints):
 
         Args:
             joinables: prepared models.
-            even_batches: over the loaders' setting, while inside.
+            even_batches: replaces the loaders' setting inside the block.
 
         Raises:
             RefusedError: the strategy, a synchronised batch-norm, gradient accumulation, or a `comm_hook` needs every
@@ -597,7 +597,7 @@ class Accelerator(Collectives, Checkpoints):
         """Compute under the run's autocast, outside of a prepared model.
 
         Args:
-            autocast_handler: options, over the constructor's.
+            autocast_handler: options in place of the constructor's.
 
         Returns:
             A context manager, for ``with``.
@@ -642,7 +642,7 @@ class Accelerator(Collectives, Checkpoints):
 
         Under torch's fused step or ours (see the plan), and where `parameters` are all that one or several prepared
         optimizers step, this call only measures: the step clips and unscales gradients as it reads them. Until the step
-        `.grad` holds what backward left, and to change it is an error; after the step it may be clipped or not. To read
+        `.grad` is as backward left it, and changing it is an error. After the step it may be clipped or not. To read
         or change clipped gradients before the step, pass ``Settings(fused=False)``. Under a loss scale, an overflow in
         any of `parameters` skips the steps of all these optimizers.
 
@@ -655,8 +655,8 @@ class Accelerator(Collectives, Checkpoints):
             The norm before, 0-dim, on the device; None on micro-steps that do not end a window.
 
         Raises:
-            StepError: gradients changed since the last clip, which no step has followed; under a loss scale: there are
-                none.
+            StepError: gradients were changed between the last clip and its step; or, under a loss scale, there are no
+                gradients.
 
         Example:
             >>> acc.backward(model(torch.ones(4, 2)).mean())
@@ -745,7 +745,7 @@ class Accelerator(Collectives, Checkpoints):
 
         Args:
             project_name: names files, and projects and experiments of services.
-            config: hyperparameters: a dict, an argparse Namespace, or a dataclass; anything in it.
+            config: hyperparameters: a dict, an argparse Namespace, or a dataclass, with values of any type.
             init_kwargs: a tracker's name → further arguments of its start.
 
         Raises:
@@ -848,7 +848,7 @@ class Accelerator(Collectives, Checkpoints):
 
         Raises:
             SettingError: there is none of this name.
-            TrackerError: it could not start, or an earlier call said so.
+            TrackerError: it could not start, now or at an earlier call.
 
         Example:
             >>> acc.get_tracker("jsonl", unwrap=True).name
@@ -862,18 +862,18 @@ class Accelerator(Collectives, Checkpoints):
         """Share each sequence among neighbouring ranks, under `context_parallel` of "ddp", "zero1", "fsdp" and "hsdp".
 
         Inside, each tensor is cut in place to this rank's part; outside it is whole again. Run forward and backward
-        inside, so that torch passes keys and values from rank to rank. Without the option nothing happens. The tokens
-        of a part are not all neighbours: pass every tensor of the batch that has a sequence dimension, also position
-        ids, and labels that are shifted before the block. `num_items` counts the tokens of the part, and a mean loss is
-        the mean over the part.
+        inside: there attention exchanges parts of sequences for heads between the ranks. Without the option nothing
+        happens. Pass every tensor of the batch that has a sequence dimension, also position ids, and labels that are
+        shifted before the block. `num_items` counts the tokens of the part, and a mean loss is the mean over the part.
 
         Args:
-            buffers: tensors of one sequence length, a multiple of twice the option.
+            buffers: tensors of one sequence length, a multiple of the option.
             dims: the sequence dimension of each.
 
         Raises:
             BatchError: the tensors cannot be split.
-            StepError: attention that torch does not ring, or none.
+            RefusedError: attention with a mask or returned weights, or with heads that the option does not divide.
+            StepError: no attention was called inside.
 
         Example:
             >>> tokens, labels = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
@@ -1008,7 +1008,6 @@ class Accelerator(Collectives, Checkpoints):
             >>> with Accelerator(cpu=True) as acc:  # which closes it
             ...     acc.print(acc.device)
             cpu
-            >>> acc.close()  # again: nothing
         """
         if self._closed:
             return

@@ -174,8 +174,8 @@ class CheckpointReader:
         live_bytes = sum(read.target.nbytes for read in live_reads)
         expect(tick, sum(read.target.nbytes for read in reads) + 2 * live_bytes)  # these are verified, then read
         read_all(self.files, reads, tick)
-        verified = blocks_of(reads)
-        for name, blocks in blocks_of(live_reads).items():  # verified here, then read again into live tensors
+        verified = block_numbers(reads)
+        for name, blocks in block_numbers(live_reads).items():  # verified here, then read again into live tensors
             if unverified := sorted(blocks - verified.get(name, set())):
                 self.files[name].verify(tick, unverified)
         self._requests.clear()
@@ -230,10 +230,10 @@ def load_items(
     def fill() -> list[str]:
         for load in loads:
             load()
-        return reader.skipped + undone
+        return reader.skipped + failed_trials
 
     run_on_all(world, read, f"{path} {UNCHANGED}: ")
-    undone = _run_trials(world, path, reader.trials, reader.strict)
+    failed_trials = _run_trials(world, path, reader.trials, reader.strict)
     world.settle()  # values that wait to be averaged are about to be replaced
     skipped = list(dict.fromkeys(chain.from_iterable(run_on_all(world, fill, f"{path} {PARTLY}: "))))
     if skipped:
@@ -243,20 +243,24 @@ def load_items(
 
 def _run_trials(world: World, path: str, trials: Sequence[Trial], strict: bool) -> list[str]:
     """Run all trials, or undo them all. Without `strict`, only failed ones (on any rank) are undone and returned."""
-    errors = {trial.name: error for trial in trials if (error := attempt(trial.change)[0]) is not None}
+    errors: dict[str, Exception] = {}
+    for trial in trials:
+        error, _ = attempt(trial.change)
+        if error is not None:
+            errors[trial.name] = error
     own_texts = {name: error_text(error) for name, error in errors.items()}
     failed: dict[str, str] = {}
     for texts in reversed(world.gather_objects(own_texts)):  # the lowest rank's text stays
         failed |= texts
     if not failed:
         return []
-    stuck = [
-        f"{trial.name} {STUCK}: {error_text(error)}"
-        for trial in reversed(trials)
-        if (strict or trial.name in failed) and (error := attempt(trial.undo)[0]) is not None
-    ]
-    if strict or any(world.gather_objects(stuck)):
-        text = "; ".join([f"{name}: {text}" for name, text in own_texts.items()] + stuck)
+    undo_errors: list[str] = []
+    for trial in reversed(trials):
+        error, _ = attempt(trial.undo) if strict or trial.name in failed else (None, None)
+        if error is not None:
+            undo_errors.append(f"{trial.name} {STUCK}: {error_text(error)}")
+    if strict or any(world.gather_objects(undo_errors)):
+        text = "; ".join([f"{name}: {text}" for name, text in own_texts.items()] + undo_errors)
         texts = join_errors(world.gather_objects(text))
         outcome = "was not loaded" if STUCK in texts else UNCHANGED
         raise CheckpointError(f"{path} {outcome}: {texts}") from next(iter(errors.values()), None)
@@ -283,7 +287,7 @@ def name_differences(live: Collection[str], saved: Collection[str]) -> str:
     """Names on one side only, each with the nearest name on the other side; "" if there are none."""
     missing = [name for name in live if name not in saved]
     surplus = [name for name in saved if name not in live]
-    missing_texts = [repr(name) + nearest(name, surplus) for name in missing[:5]] + missing[5:]
+    missing_texts = [repr(name) + nearest(name, surplus) for name in missing[:5]] + missing[5:]  # five are shown
     groups = (("not in", missing_texts), ("only in", [repr(name) for name in surplus]))
     return "; ".join(f"{label} the checkpoint: {join_some(names)}" for label, names in groups if names)
 
@@ -377,8 +381,8 @@ def plan_reads(requests: Sequence[ReadRequest]) -> list[FileRead]:
 def _reads_of(dtype: torch.dtype, chunk: Chunk, common: Box, target: Tensor) -> Iterator[FileRead]:
     """Divide the elements `common` of a chunk into reads, in the order of the file."""
     size = dtype.itemsize
-    (first, length), *others = islice(contiguous_runs(common, chunk.box), 2)
-    to_next = others[0][0] - first if others else 0  # elements from one run to the next
+    (first, length), *later_runs = islice(contiguous_runs(common, chunk.box), 2)  # all have one length
+    to_next = later_runs[0][0] - first if later_runs else 0  # elements from one run to the next
     with_gaps = to_next > 0 and length * size < SHORT and to_next * size <= NEAR
     is_direct = not with_gaps and target.dtype == dtype and is_plain(target)
     file_elements = span(common, chunk.box) if with_gaps else common.numel  # gaps are read, too
@@ -431,7 +435,7 @@ def _read_batch(file: SourceFile | MemoryFile, batch: Sequence[FileRead], stage:
             read.target.copy_(buffer.as_strided(read.target.shape, strides(read.staged_shape)))
 
 
-def blocks_of(reads: Iterable[FileRead]) -> dict[str, set[int]]:
+def block_numbers(reads: Iterable[FileRead]) -> dict[str, set[int]]:
     """The numbers of the blocks that `read_all` would read, by file."""
     by_file: dict[str, set[int]] = {}
     for read in reads:

@@ -109,7 +109,7 @@ class Snapshot:
             packed += [(path, t, replicated is not None and id(t) not in replicated) for path, t in tensors.items()]
         for (path, tensor, differs), chunks in zip(packed, local_chunks(tensor for _, tensor, _ in packed)):
             shape = tuple(tensor.shape)
-            if chunks is not None and not prod(shape):  # stored, though no rank has a box with elements
+            if chunks is not None and not prod(shape):  # an empty tensor is stored as one empty box
                 chunks = [(full_box(shape), tensor.new_empty(shape, device="cpu"))]
             for box, view in chunks or ():
                 self.tensors[path, box] = view
@@ -157,7 +157,8 @@ def plan_files(chunks_by_rank: Sequence[Sequence[LocalChunk]]) -> SavePlan:
         if fault := coverage_fault(shape, boxes[name]):
             raise CheckpointError(f"{name}: the ranks do not have the whole of it: {fault}")
     sizes = {(name, box): prod(box.shape) * specs[name][0].itemsize for name, box in holders}
-    rank_bytes, writers = [0] * len(chunks_by_rank), dict.fromkeys(holders, 0)
+    rank_bytes = [0] * len(chunks_by_rank)
+    writers = dict.fromkeys(holders, 0)
     for name, box in sorted(holders, key=sizes.__getitem__, reverse=True):
         ranks = holders[name, box]
         writer = ranks[0] if name in differing else min(ranks, key=rank_bytes.__getitem__)
@@ -288,7 +289,7 @@ class ExtraFiles:
 
     files: Mapping[str, SourceFile] = field(default_factory=dict)  # this rank's, by paths in the checkpoint
     names: Collection[str] = ()  # of all ranks' files
-    close: Callable[[], None] = lambda: None  # called after the copy, or when there will be none; maybe again
+    close: Callable[[], None] = lambda: None  # called after the copy or after an error; may be called twice
 
 
 NO_FILES = ExtraFiles()
@@ -363,8 +364,7 @@ class Saves:
             save.run()
             return
         run_on_all(self.world, save.copy_to_host, NOT_BEGUN)
-        # Not a daemon: at its end the interpreter waits for it, while it can still start threads (several write each
-        # file).
+        # Not a daemon, so that an ending interpreter waits for it before it forbids new threads, which write files.
         self.thread = threading.Thread(target=self._run, args=(save,), name="easymp-save", daemon=False)
         self.thread.start()
 
@@ -390,7 +390,7 @@ class Saves:
         return snapshot
 
     def _run(self, save: Save) -> None:
-        if sys.platform == "linux":  # where a priority can be one thread's; those that it starts inherit it
+        if sys.platform == "linux":  # there each thread has a priority, which threads that it starts inherit
             nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         try:

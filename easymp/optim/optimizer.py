@@ -117,8 +117,8 @@ class PreparedOptimizer(WrappingOptimizer):
             What the wrapped optimizer's step returns, or None.
 
         Raises:
-            StepError: the call is inside `averaged`; or under accumulation outside of an `accumulate` block, and the
-                window lacks backward passes.
+            StepError: inside `averaged`; or, under accumulation, outside of `accumulate` before the window has all its
+                backward passes.
         """
         window, turn = self._window, self.turn
         if window.accumulation != 1 and not window.ends_at_step(turn):
@@ -129,7 +129,7 @@ class PreparedOptimizer(WrappingOptimizer):
                 window.refuse("step(closure)", "fp32 masters")
         if self._noted_gradients is not None:
             self.check_gradients()
-        # A backward since the last step, and no `zero_grad`: it has added to gradients that were stepped on.
+        # After a step without `zero_grad`, backward has added to gradients that the step has used.
         adds_to_spent = turn.spent and turn.phase is not Phase.STEPPED
         if adds_to_spent and self._stepped_on is not None and self._stepped_on.present:
             raise StepError(
@@ -141,7 +141,7 @@ class PreparedOptimizer(WrappingOptimizer):
         self.closure = closure
         try:
             veto = self._ask_parts() if window.parts.step else None
-            if veto is True:  # leave the step out: a part has replaced the weights of which these are the gradients
+            if veto is True:  # leave the step out: a part has replaced the weights, and gradients are of the old ones
                 self.set_clip(None)
                 turn.begin()
                 turn.skipped = torch.ones(())
@@ -157,7 +157,7 @@ class PreparedOptimizer(WrappingOptimizer):
             self.closure = None
         self.updates += 1
         turn.phase = Phase.STEPPED  # also under a closure, whose backward has begun another update
-        # Where to add to gradients that were stepped on would be wrong, note one of them, to refuse that.
+        # If a later backward must not add to these gradients, note one of them: the next step then refuses the sum.
         if self._scaler.scales or self._masters is not None or (low_precision and window.accumulation != 1):
             snapshots = (Snapshot(parameter) for _, parameter in self.parameters() if parameter.grad is not None)
             self._stepped_on = next(snapshots, None)
@@ -240,14 +240,14 @@ class PreparedOptimizer(WrappingOptimizer):
     def resume_accumulating(self) -> None:
         """Prepare for a backward that adds to gradients: apply a clip that waits for the step, or begin an update."""
         self.apply_clip()
-        if self.turn.phase is Phase.UNSCALED:  # the next gradients are multiplied by the scale, and checked
+        if self.turn.phase is Phase.UNSCALED:  # the next gradients come multiplied by the scale, so these are again
             self.multiply_gradients(torch.as_tensor(self._scaler.current_scale))
             self.turn.begin()
         elif self.turn.phase is Phase.STEPPED and not self._scaler.enabled:
             self.turn.begin()
 
     def multiply_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients in memory, those that have moved to masters there."""
+        """Multiply gradients in place: a master's, if it has the gradient, else the parameter's."""
         gradients = (
             parameter.grad if stepped.grad is None else stepped.grad for stepped, parameter in self.parameters()
         )
@@ -328,12 +328,12 @@ class PreparedOptimizer(WrappingOptimizer):
         return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
 
     def gather(self, in_memory: bool = False, free: bool = False) -> None:
-        """Move gradients to the masters if the step reads them there; with `in_memory`, in any case."""
+        """Add gradients to the masters' if the step reads them there, or if `in_memory`; `free` drops the others."""
         if self._masters is not None and (in_memory or not self.engine.reads_low):
             self._masters.gather(free)
 
     def parameters(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a parameter of the param groups and the model's: the same one, or the one whose master it is."""
+        """Pairs of a stepped tensor and the model's parameter: a master and its parameter, or one tensor twice."""
         low_by_master = {} if self._masters is None else self._masters.low
         return [(stepped, low_by_master.get(id(stepped), stepped)) for stepped in parameters_of(self)]
 
@@ -381,7 +381,7 @@ class PreparedOptimizer(WrappingOptimizer):
         return list(zip(parameters, layouts))
 
     def replace_states(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Replace all states by these, in the form of `state`. Parameters with masters become these, rounded."""
+        """Replace all states, in the form of `state`. Parameters that have masters become the masters, rounded."""
         optimizer, states = self.optimizer, self._without_stale_averages(states)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.replace_states(states)
@@ -457,16 +457,17 @@ def clip_in_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scale
     for optimizer in optimizers[:-1]:
         optimizer.engine.measure(max_norm, scale, other_totals.append)
 
-    rank_counts: list[Tensor] = []  # number of ranks that hold gradients
+    rank_count: Tensor  # of ranks that hold gradients, if `counting` adds
 
     def over_ranks(totals: Tensor) -> None:
+        nonlocal rank_count
         for optimizer_totals in other_totals:
             totals += optimizer_totals.to(totals.device)
         if counting.add is not None:
             counted_totals = torch.cat([totals, totals.new_full((1,), float(has_gradients))])
             counting.add(counted_totals)
             totals.copy_(counted_totals[:2])
-            rank_counts.append(counted_totals[2])
+            rank_count = counted_totals[2]
 
     single_total = not other_totals and counting.add is None
     result = optimizers[-1].engine.measure(max_norm, scale, None if single_total else over_ranks)
@@ -475,7 +476,7 @@ def clip_in_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scale
         assert found_inf is not None
         if counting.add is None:
             found_inf = scaler.max_over_ranks(found_inf, has_gradients)
-        elif not has_gradients and not rank_counts[0].item():
+        elif not has_gradients and not rank_count.item():
             raise StepError(NO_GRADIENTS)
     if not scaler.enabled:
         for optimizer in optimizers:
@@ -521,7 +522,7 @@ class PreparedScheduler:
 
     def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer]) -> None:
         self.scheduler, self.optimizers = scheduler, list(optimizers)
-        self._synced = [optimizer.updates for optimizer in self.optimizers]
+        self._last_updates = [optimizer.updates for optimizer in self.optimizers]  # at the last call of `step`
         self.each_update = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -536,7 +537,7 @@ class PreparedScheduler:
         if most_updates:
             self.each_update = most_updates == 1 and not args and not kwargs
         self.behind = [0] * len(updates)
-        # Of several updates in a row at least one is taken as made: each that is skipped lowers the loss scale.
+        # Of several updates one at least is assumed not to be skipped, since each skip lowers the loss scale.
         pairs = zip(updates, self.optimizers)
         if any(n > 1 or (n == 1 and not optimizer.step_was_skipped) for n, optimizer in pairs):
             self.scheduler.step(*args, **kwargs)
@@ -544,11 +545,11 @@ class PreparedScheduler:
     @property
     def behind(self) -> list[int]:
         """Updates of each optimizer since the last call of `step`."""
-        return [optimizer.updates - synced for optimizer, synced in zip(self.optimizers, self._synced)]
+        return [optimizer.updates - updates for optimizer, updates in zip(self.optimizers, self._last_updates)]
 
     @behind.setter
     def behind(self, counts: Sequence[int]) -> None:
-        self._synced = [optimizer.updates - count for optimizer, count in zip(self.optimizers, counts)]
+        self._last_updates = [optimizer.updates - count for optimizer, count in zip(self.optimizers, counts)]
 
     def get_last_lr(self) -> list[float]:
         rates: list[float] = self.scheduler.get_last_lr()

@@ -116,8 +116,8 @@ class Preparation:
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter raised to fp32 → the dtype that it came in
         self._why_not_fused: dict[PreparedOptimizer, str | None] = {}  # why torch has no fused step for it
         self._compiling = Compiling(options.compile) if options.compile else None
-        self._removals: list[Callable[[], None]] = []  # of hooks, and of the check of unprepared optimizers
-        self._weights_notes: list[str] = []  # in the plan
+        self._removals: list[Callable[[], None]] = []  # each removes a hook
+        self._weights_notes: list[str] = []  # reasons of the plan's line "weights"
         self._take_strategy(strategy)
         # The window refuses calls as the run does. It belongs to the run, so it holds the run weakly.
         reference = weakref.ref(run)
@@ -126,7 +126,7 @@ class Preparation:
             shared = f"{strategy.context_size} neighbouring processes share each sequence"
             run.refine("strategy", f"{run.plan.strategy.reason}; {shared}")
         seed = run.plan.settings.seed
-        # Of the data order and of ranks' random streams; the same on all ranks once something is prepared.
+        # For the data order and the ranks' random streams; the same on all ranks once something is prepared.
         self.seed = torch.initial_seed() if seed is None else seed
         self._has_common_seed = seed is not None  # whether `seed` is the same on all ranks
         # Whether all ranks still draw from one random stream, so that the first models give each rank one of its own.
@@ -168,13 +168,13 @@ class Preparation:
         default = run.plan.settings.device_placement
         placements = [default if choice is None else choice for choice in device_placement or [None] * len(objects)]
         new: list[Any] = []
-        steps: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
+        preparations: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
             (nn.Module, partial(self._prepare_model, optimizers=optimizers, methods_of=methods_of)),
             (Optimizer, self._prepare_optimizer),
             (DataLoader, self._prepare_loader),
-            (object, self._prepare_scheduler),  # all else, which refuses what is no scheduler
+            (object, self._prepare_scheduler),  # which refuses objects that are no schedulers
         )
-        for kind, prepare_item in steps:
+        for kind, prepare_item in preparations:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
                     is_ready = isinstance(item, PREPARED)
@@ -231,7 +231,7 @@ class Preparation:
         for notify in run.parts.preparing:
             notify(models, optimizers)
         if self._compiling:
-            if run.plan.compile is not None:  # the plan's idea, not the user's: leave out models where it is impossible
+            if run.plan.compile is not None:  # the plan chose it: leave out models that cannot be compiled
                 models = [model for model in models if can_compile(model)]
                 if not models:
                     reason = "no repeated blocks, or compiled already: compile=True compiles a whole model"
@@ -264,14 +264,14 @@ class Preparation:
         no_sync = partial(self._no_sync, model)
         refusal = run.refused.get("create_graph=True", "")
         route = Route(model, wrapped, no_sync, explain=world.blame, parts=parts, no_double_backward=refusal, view=model)
-        watching_parts = (part for part in parts.all if part.needs_views and type(part).forward is not Part.forward)
-        always_view = self._options.always_views or bool(parts.forward and any(watching_parts))
+        overrides_forward = (part.needs_views and type(part).forward is not Part.forward for part in parts.all)
+        always_view = self._options.always_views or (bool(parts.forward) and any(overrides_forward))
         make_view(route, methods_of[id(model)], strategy.sharded, always_view)  # sets route.view
         self.models.append(route)
         self._prepared_by_id[id(route.view)] = route.view
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         if strategy.sums and (self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())):
-            self._sum_in_fp32()  # of earlier models, too
+            self._sum_in_fp32()  # gradients of earlier models, too
         return route.view
 
     def _raise_weights(self, model: nn.Module) -> None:
@@ -320,7 +320,7 @@ class Preparation:
             masters = self._masters_for(optimizer, parameters)
             self._watch_frozen(optimizer, parameters)
         if isinstance(optimizer, optim.OwnOptimizer) and not settings.fused:
-            for group in groups:  # also for an engine that the optimizer has itself, as those of Apex's layer do
+            for group in groups:  # read also by an engine inside the optimizer, as in Apex's layer
                 group["fused"] = group.get("fused") or False
         elif settings.fused and not isinstance(optimizer, optim.OwnOptimizer):
             why_not_fused = optim.fuse(optimizer, [route.original for route in self.models])
@@ -331,7 +331,8 @@ class Preparation:
         free = settings.fused and not any(part.steps_in_backward for part in run.parts.all)
         options = optim.EngineOptions(settings.ema_decay)
         if settings.stochastic_rounding:
-            options = optim.EngineOptions(settings.ema_decay, torch.bfloat16, (settings.seed or 0) % 2**63)
+            rounding_seed = (settings.seed or 0) % 2**63
+            options = optim.EngineOptions(settings.ema_decay, torch.bfloat16, stochastic_rounding=rounding_seed)
         engine = optim.Engine(
             stepping, options, counting, free=free, masters=masters, failed=self._use_torch, scaled=run.scaler.enabled
         )
@@ -358,7 +359,7 @@ class Preparation:
         """Make fp32 masters of low-precision weights, unless the optimizer rounds stochastically."""
         policy, kind = self._run.precision, type(optimizer).__name__
         low = [p for p in parameters if p.requires_grad and p.dtype in LOW]
-        keeps_updates = bool(low) and policy.keeps_updates  # small ones, by masters or by stochastic rounding
+        keeps_updates = bool(low) and policy.keeps_updates  # small updates need masters or stochastic rounding
         if not policy.masters and not keeps_updates:
             return None
         number = f"{sum(p.numel() for p in low):,} low-precision parameters"
@@ -377,7 +378,7 @@ class Preparation:
 
     def round_updates(self) -> None:
         """Round low-precision updates to nearest, as Fabric does: no masters, stochastic rounding or fp32 layers."""
-        vars(self._run.precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)  # not the class's
+        vars(self._run.precision).update(masters=False, keeps_updates=False, keeps_batch_norm=False)  # on the instance
         self._run.refine("precision", "all in one low precision, and updates are rounded to nearest")
 
     def _watch_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -429,7 +430,8 @@ class Preparation:
         rounds = prepared.engine.options.rounding is not None
         if self._run.precision.keeps_updates and not prepared.has_masters and not rounds:
             self._refuse_unfrozen(added)
-        models, is_fused = [route.original for route in self.models], self._why_not_fused.get(prepared, "") is None
+        models = [route.original for route in self.models]
+        is_fused = self._why_not_fused.get(prepared, "fused=False") is None
         if is_fused and not optim.fuses(optimizer, {**group, "params": added}, models):
             group.setdefault("fused", False)
         type(optimizer).add_param_group(optimizer, group)
@@ -456,7 +458,7 @@ class Preparation:
         self._run.refine("optimizer", reasons, ", ".join(step for step in reasons_by_step if reasons_by_step[step]))
 
     def _use_torch(self, reason: str) -> None:
-        """Called when kernels fail, and torch steps from now on."""
+        """Report that kernels have failed, and that torch steps from now on."""
         cuda.warn_once(reason)
         self._note_steps()
 
@@ -520,7 +522,7 @@ class Preparation:
         if not window.in_accumulate or window.accumulation == 1:
             return
         if any(optimizer is prepared.optimizer or optimizer is prepared.given for prepared in self.optimizers):
-            return  # also if it holds more than it did when it was prepared: groups are added
+            return  # it may hold groups that were added since
         ids = (id(p) for group in optimizer.param_groups for p in group["params"])
         if any(p in self.owner and p not in self.stepped_by for p in ids):
             raise StepError(
