@@ -81,7 +81,7 @@ def lacks_operation(error: RuntimeError) -> bool:
 
 
 class ShardRecord(NamedTuple):
-    """A DTensor, with the identity of its memory and its shard at the last look."""
+    """A DTensor, with the identity of its memory and of its shard when they were last compared."""
 
     name: str
     parameter: Any

@@ -265,7 +265,7 @@ def _sends(tensor: Any) -> bool:
 def _gather_tensor(
     world: World, tensor: Any, spec: TensorSpec, holders: list[int], is_dtensor: bool, target: int | None
 ) -> Tensor:
-    """The whole tensor, of the first holder if values may differ. Where `target` is given, others may get anything."""
+    """The whole tensor; the first holder's if values may differ. With `target`, other ranks get undefined values."""
     if world.rank in holders:
         tensor = tensor.detach().to(spec.dtype)
         if is_dtensor:

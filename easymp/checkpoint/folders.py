@@ -4,7 +4,7 @@
 |---|---|
 | ``step-00000100`` | the checkpoint of step 100; users may choose other names |
 | ``step-00000100.save-2`` | the same, saved again; of those with a COMMIT, the highest number counts |
-| ``step-00000100.line-1c9e02d7`` | the same, of another line of saves; renamed when the current line had that step |
+| ``step-00000100.line-1c9e02d7`` | the same, of another line of saves; renamed since the current line has it, too |
 | ``.tmp-step-00000100-5f0c3a9e`` | a folder being written, or replaced, or removed; never a checkpoint |
 | ``.tmp-step-00000100.lock`` | the owner of the writer lock |
 | ``latest`` | a file with the name of the checkpoint that was saved last: a hint for people |

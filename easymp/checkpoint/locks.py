@@ -1,9 +1,8 @@
 """Writer locks: one process at a time writes a checkpoint.
 
 A `KernelLock` is a POSIX lock on a file. The system releases it when the process dies, and forked children do not
-inherit it (they would inherit a lock by flock). Object stores and some network file systems have no such locks: there a
-`Heartbeat` is used, a file that its owner rewrites every few seconds. Either file has its owner's host, process and
-start time.
+inherit it (unlike flock's). Object stores and some network file systems have none: there a `Heartbeat` is used, a file
+that its owner rewrites every few seconds. Either file has its owner's host, process and start time.
 """
 
 from __future__ import annotations

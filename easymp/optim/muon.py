@@ -253,10 +253,7 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
 def orthogonalised(
     stack: Tensor, steps: int, mesh: Any, placements: Sequence[Any], shape: Sequence[int]
 ) -> Sequence[Tensor]:
-    """Orthogonalise matrices of which each rank has parts; returns this rank's parts of the results.
-
-    Each rank of `mesh` iterates on some of the matrices, whole.
-    """
+    """Orthogonalise matrices of which each rank has a part. Each iterates on some; returns this rank's parts."""
     if mesh is None:
         return newton_schulz(stack, steps).unbind()
     from torch.distributed.tensor import DTensor, Shard

@@ -137,7 +137,7 @@ class Replicas(Part):
         self._pending[key] = _Comparison(optimizer, optimizer.updates, shards, options, checksums, rows, work, event)
 
     def _shard_number(self, parameter: Any) -> int | None:
-        """The number of the shard of `parameter` that this rank and others hold; None: other ranks do not hold it."""
+        """The number of this rank's shard of `parameter`; None if no other rank has the same shard."""
         placements = getattr(parameter, "placements", None)
         own = placements is None and not self.run.prepared.strategy.replicated
         if parameter.is_meta or own or copies(parameter, self.run.world.size) == 1:

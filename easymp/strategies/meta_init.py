@@ -79,7 +79,7 @@ def materialise(
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    """`reset_parameters`, or torch's name for it in MultiheadAttention and Transformer."""
+    """The method that draws the module's parameters anew: `reset_parameters`, in some of torch's with an underscore."""
     methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
     return next(filter(callable, methods), None)
 

@@ -147,7 +147,7 @@ class Kills:
         self._compare(second, "another uninterrupted run begins at update 0", exact=True, is_control=True)
 
     def _run_chain(self, folder: Path) -> None:
-        """Start the script again and again until it ends. Starts are killed until the number of kills is reached."""
+        """Start the script until it ends by itself. Starts are killed until the number of kills is reached."""
         sizes, position, exact = self._args.processes, 0, True
         for number in count(1):
             has_checkpoint, unfinished = any(folder.glob("*/**/COMMIT")), self._unfinished(folder)
