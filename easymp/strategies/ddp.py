@@ -21,6 +21,7 @@ from ..base.pytree import leaves
 from ..distributed import World
 from ..errors import StepError
 from ..optim.muon import Muon
+from ..optim.torch_step import parameters_of
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Conflict, Layout, WrapContext
 from .blocks import refuse_sparse
@@ -63,6 +64,7 @@ class DDP(Single):
         super().__init__(world, options)
         self._hook = make_hook(options, world.size)
         self._muons: weakref.WeakSet[Muon] = weakref.WeakSet()
+        self._replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
 
     @staticmethod
     def option_words(options: Any) -> Collection[str]:
@@ -91,6 +93,7 @@ class DDP(Single):
                 keywords["device_ids"] = [device]
             module = Replica(Framed(module) if passed_over(module) else module, model, keywords)
             self._world.wrappers.add(module)
+            self._replicas.add(module)
             if self._hook is not None:
                 module.register_comm_hook(*self._hook)
         context.compile(module)
@@ -126,11 +129,15 @@ class DDP(Single):
             self._share_steps(True)
         return optimizer
 
-    def check_reduced(self, *_: Any) -> None:
-        """Before a step: raise StepError if a model's last backward has not averaged all gradients."""
-        for wrapper in self._world.wrappers:
-            if isinstance(wrapper, Replica):
-                wrapper.check_reduced()
+    def check_reduced(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before a step: raise StepError if the last backward of a model has not averaged all gradients."""
+        for replica in self._replicas:
+            try:
+                replica.check_reduced()
+            except StepError:
+                others = {id(p) for other in self._replicas if other is not replica for p in other.parameters()}
+                if not others.issuperset(map(id, parameters_of(optimizer))):  # nor does an fp32 master tell its model
+                    raise
 
     def _share_steps(self, enabled: bool) -> None:
         """Set whether the ranks share the work of Muon's steps. A shared step is a collective."""
@@ -149,8 +156,10 @@ class DDP(Single):
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
         self._share_steps(False)
-        for hook in model.hooks if isinstance(model, Replica) else ():
-            hook.remove()
+        if isinstance(model, Replica):
+            self._replicas.discard(model)
+            for hook in model.hooks:
+                hook.remove()
         return super().release(model, module)
 
 

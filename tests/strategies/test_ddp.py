@@ -108,6 +108,11 @@ def test_refusals_have_sentences() -> None:
             model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             acc.backward(model(x).sum())
             assert "no gradient came for 'unused.weight'" in message(StepError, optimizer.step)
+            another = make("mlp")  # beside one that was given up
+            another, optimizer = acc.prepare(another, torch.optim.SGD(another.parameters(), lr=0.1))
+            acc.backward(another(x).sum())
+            optimizer.step()
+            assert optimizer.updates == 1
     with under("ddp", {"static_graph": True}, precision="bf16") as acc:
         model = acc.prepare(of_two())
         for uses_later in (True, True, False):
