@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator
+from easymp import Accelerator, PrepareError
 
 
 @pytest.fixture
@@ -188,3 +189,17 @@ def test_a_forward_that_the_script_replaces_after_prepare(acc):
     assert model.under_autocast
     del view.forward
     torch.testing.assert_close(view.forward(X), result)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("frees", [False, True])
+def test_what_another_run_has_prepared_is_refused(acc, number, frees):
+    """It would neither be saved nor counted. A second `prepare` of the same run hands it back."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = acc.prepare(model, optimizer, scheduler, DataLoader(TensorDataset(X)))
+    assert all(a is b for a, b in zip(acc.prepare(*prepared), prepared))
+    acc.free_memory() if frees else acc.close()
+    with acc if frees else Accelerator(cpu=True) as later, pytest.raises(PrepareError, match="not belong to this run"):
+        later.prepare(prepared[0], prepared[number])

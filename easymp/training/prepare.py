@@ -178,6 +178,7 @@ class Preparation:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
                     is_ready = isinstance(item, PREPARED)
+                    self._refuse_released(item)
                     prepared_by_id[id(item)] = item if is_ready else prepare_item(item, placement)
                     new.append(prepared_by_id[id(item)])
         if models and self._will_diverge and self.strategy.data_rank:
@@ -186,6 +187,16 @@ class Preparation:
         for notify in run.parts.prepared:
             notify(new)
         return [prepared_by_id[id(item)] for item in objects]
+
+    def _refuse_released(self, item: Any) -> None:
+        """Refuse what another run has prepared, or this one before `free_memory`: it would not be saved or counted."""
+        own = (*self.optimizers, *self.loaders, *self.schedulers)
+        kinds = PreparedLoader, optim.PreparedOptimizer, optim.PreparedScheduler
+        if isinstance(item, kinds) and not any(item is other for other in own):
+            raise PrepareError(
+                f"this {type(item).__name__} was prepared by another Accelerator, or before free_memory(), and does "
+                "not belong to this run: build it anew, in a notebook by the cell that built it"
+            )
 
     def _take_strategy(self, strategy: Strategy) -> None:
         self.strategy = strategy
