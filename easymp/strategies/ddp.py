@@ -135,8 +135,8 @@ class DDP(Single):
             try:
                 replica.check_reduced()
             except StepError:
-                others = {id(p) for other in self._replicas if other is not replica for p in other.parameters()}
-                if not others.issuperset(map(id, parameters_of(optimizer))):  # nor does an fp32 master tell its model
+                averaged = {id(p) for model in self._replicas if model is not replica for p in model.parameters()}
+                if not averaged.issuperset(map(id, parameters_of(optimizer))):  # nor does an fp32 master tell its model
                     raise
 
     def _share_steps(self, enabled: bool) -> None:

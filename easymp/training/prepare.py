@@ -190,9 +190,9 @@ class Preparation:
 
     def _refuse_released(self, item: Any) -> None:
         """Refuse what another run has prepared, or this one before `free_memory`: it would not be saved or counted."""
-        own = (*self.optimizers, *self.loaders, *self.schedulers)
-        kinds = PreparedLoader, optim.PreparedOptimizer, optim.PreparedScheduler
-        if isinstance(item, kinds) and not any(item is other for other in own):
+        registered = (*self.optimizers, *self.loaders, *self.schedulers)
+        prepared_types = PreparedLoader, optim.PreparedOptimizer, optim.PreparedScheduler
+        if isinstance(item, prepared_types) and not any(item is view for view in registered):
             raise PrepareError(
                 f"this {type(item).__name__} was prepared by another Accelerator, or before free_memory(), and does "
                 "not belong to this run: build it anew, in a notebook by the cell that built it"
