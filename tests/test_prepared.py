@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, PrepareError
+from easymp import Accelerator
 
 
 @pytest.fixture
@@ -191,15 +191,23 @@ def test_a_forward_that_the_script_replaces_after_prepare(acc):
     torch.testing.assert_close(view.forward(X), result)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["no", "bf16-true"])
 @pytest.mark.parametrize("frees", [False, True])
-def test_what_another_run_has_prepared_is_refused(acc, number, frees):
-    """It would neither be saved nor counted. A second `prepare` of the same run hands it back."""
+def test_what_another_run_has_prepared_is_prepared_anew(precision, frees):
+    """A cell of a notebook runs again. A second `prepare` of the same run hands everything back."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    prepared = acc.prepare(model, optimizer, scheduler, DataLoader(TensorDataset(X)))
-    assert all(a is b for a, b in zip(acc.prepare(*prepared), prepared))
-    acc.free_memory() if frees else acc.close()
-    with acc if frees else Accelerator(cpu=True) as later, pytest.raises(PrepareError, match="not belong to this run"):
-        later.prepare(prepared[0], prepared[number])
+    earlier = Accelerator(cpu=True, mixed_precision=precision)
+    prepared = earlier.prepare(model, optimizer, scheduler, DataLoader(TensorDataset(X)))
+    assert all(a is b for a, b in zip(earlier.prepare(*prepared), prepared))
+    earlier.free_memory() if frees else earlier.close()
+    with earlier if frees else Accelerator(cpu=True, mixed_precision=precision) as acc:
+        view, again, schedule, loader = acc.prepare(*prepared)
+        assert again.given is optimizer and schedule.scheduler is scheduler
+        for (x,) in loader:
+            acc.backward(view(x.expand(1, *x.shape[1:])).sum())
+            again.step()
+            schedule.step()
+            again.zero_grad()
+        assert acc.updates == len(loader) and schedule.get_last_lr()[0] < 0.1

@@ -37,6 +37,13 @@ def _part(tensor: Tensor) -> Tensor:
     return shard if type(shard) is Tensor else local(tensor)
 
 
+def settle(parameter: Any) -> None:
+    """Give a parameter's gradient the parameter's layout, where it has another (partial sums, whole). A collective."""
+    grad = parameter.grad
+    if hasattr(grad, "to_local") and grad.placements != getattr(parameter, "placements", grad.placements):
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
     """Add up `totals` over the ranks, in place: row i holds sums over this rank's part of ``tensors[i]``.
 

@@ -105,7 +105,7 @@ class PreparedLoader(DataLoader[Any]):
     ) -> None:
         self.tokens = tokens
         self.loader, self.batch_size = source.loader, batch_size
-        self._original, self._source, self._window, self._world = original, source, window, world
+        self.original, self._source, self._window, self._world = original, source, window, world
         self._rank, self._device, self._non_blocking = rank, device, non_blocking
         self._sizes_differ = sizes_differ
         samplers = (original.sampler, original.batch_sampler, getattr(original.batch_sampler, "sampler", None))
@@ -223,12 +223,12 @@ class PreparedLoader(DataLoader[Any]):
 
     def __reduce__(self) -> Any:
         """Copies are of the user's DataLoader, to be prepared where they are used."""
-        return copy.copy, (self._original,)
+        return copy.copy, (self.original,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._original, name)
+        return getattr(self.original, name)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 

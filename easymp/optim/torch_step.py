@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import cuda
-from ..base.dtensor import add_up, dense, local, meshes, parts
+from ..base.dtensor import add_up, dense, local, meshes, parts, settle
 from ..errors import StepError
 from ..precision.scaler import inverse, widest
 from ..protocols import Counting
@@ -151,6 +151,8 @@ def step_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     collect = optimizer._init_group  # type: ignore[attr-defined]  # not in torch's types
 
     def collect_shards(group: dict[str, Any], parameters: list[Tensor], *states: list[Tensor]) -> Any:
+        for parameter in group["params"]:
+            settle(parameter)  # a script may have set a gradient of another layout
         result = collect(group, parameters, *states)
         torch.autograd.graph.increment_version(parameters)  # as a step on themselves does
         for tensors in (parameters, *states):

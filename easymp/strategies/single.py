@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.optim import Optimizer
 
-from ..base.dtensor import local
+from ..base.dtensor import local, settle
 from ..distributed import World
 from ..errors import RefusedError, StepError
 from ..logging import get_logger
@@ -297,10 +297,3 @@ def clip_to_norm(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     multiply([p.grad for p in parameters if p.grad is not None], factor)
     return total
-
-
-def settle(parameter: Any) -> None:
-    """Give a parameter's gradient the parameter's layout, where it has another (partial sums, whole). A collective."""
-    grad = parameter.grad
-    if hasattr(grad, "to_local") and grad.placements != getattr(parameter, "placements", grad.placements):
-        parameter.grad = grad.redistribute(placements=parameter.placements)

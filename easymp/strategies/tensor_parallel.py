@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..base.dtensor import ShardMemory, local, names_of, rebind
+from ..base.dtensor import ShardMemory, local, names_of, rebind, settle
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.sharded import check_sums
@@ -28,7 +28,7 @@ from ..protocols import Conflict, Layout, WrapContext
 from .blocks import ATOMS, refuse_hooked, refuse_sharded
 from .context_parallel import check_group_size
 from .fsdp import FSDPOptions, Sharded, check_shardable, find_groups, one_by_one, shard, shards_of
-from .single import Framed, Released, Remedy, Single, broadcast_model, device_mesh, hook_gradient, settle
+from .single import Framed, Released, Remedy, Single, broadcast_model, device_mesh, hook_gradient
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class Preparation:
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
+        objects = [self._script_object(item) for item in objects]
         run, prepared_by_id = self._run, self._prepared_by_id
         unique_models = dict.fromkeys(o for o in objects if isinstance(o, nn.Module))
         models = [model for model in unique_models if id(model) not in prepared_by_id]
@@ -178,7 +179,6 @@ class Preparation:
             for item, placement in zip(objects, placements):
                 if isinstance(item, kind) and id(item) not in prepared_by_id:
                     is_ready = isinstance(item, PREPARED)
-                    self._refuse_released(item)
                     prepared_by_id[id(item)] = item if is_ready else prepare_item(item, placement)
                     new.append(prepared_by_id[id(item)])
         if models and self._will_diverge and self.strategy.data_rank:
@@ -188,15 +188,15 @@ class Preparation:
             notify(new)
         return [prepared_by_id[id(item)] for item in objects]
 
-    def _refuse_released(self, item: Any) -> None:
-        """Refuse what another run has prepared, or this one before `free_memory`: it would not be saved or counted."""
-        registered = (*self.optimizers, *self.loaders, *self.schedulers)
-        prepared_types = PreparedLoader, optim.PreparedOptimizer, optim.PreparedScheduler
-        if isinstance(item, prepared_types) and not any(item is view for view in registered):
-            raise PrepareError(
-                f"this {type(item).__name__} was prepared by another Accelerator, or before free_memory(), and does "
-                "not belong to this run: build it anew, in a notebook by the cell that built it"
-            )
+    def _script_object(self, item: Any) -> Any:
+        """The script's object, if `item` is what another run has made of it, or this one before `free_memory`."""
+        if any(item is prepared for prepared in (*self.optimizers, *self.schedulers, *self.loaders)):
+            return item
+        if isinstance(item, optim.PreparedOptimizer):
+            return item.given
+        if isinstance(item, optim.PreparedScheduler):
+            return item.scheduler
+        return item.original if isinstance(item, PreparedLoader) else item
 
     def _take_strategy(self, strategy: Strategy) -> None:
         self.strategy = strategy

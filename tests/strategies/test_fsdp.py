@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from easymp import (
     DistributedDataParallelKwargs,
@@ -52,6 +53,8 @@ def test_adam_steps_sharded_and_whole_parameters_of_a_group_at_once() -> None:
             model = make("tied")
             model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), **choice))
             acc.backward(mean_square(model(torch.ones(8, 12))))
+            weight = model.get_parameter("embed.weight")
+            weight.grad = weight.grad.redistribute(placements=[Replicate()])  # as a script may set it
             optimizer.step()
             states = optimizer.state_dict()["state"].values()
             assert acc.plan.optimizer.value == step

@@ -183,7 +183,7 @@ class StateRecorder(SingleRunner):
         """
         prepared = self.run.prepared
         prepared_objects = [self.acc, *(scheduler.scheduler for scheduler in prepared.schedulers)]
-        prepared_objects += [loader._original for loader in prepared.loaders]
+        prepared_objects += [loader.original for loader in prepared.loaders]
         for optimizer in prepared.optimizers:
             prepared_objects += [optimizer.optimizer, optimizer.given]
         for model in prepared.models:
@@ -191,7 +191,7 @@ class StateRecorder(SingleRunner):
         variables = list(variables_of(frame))
         for i, loader in enumerate(prepared.loaders):
             for name in ("sampler", "batch_sampler", "dataset"):
-                variables += members(f"{numbered('loader', i)}.{name}", getattr(loader._original, name))
+                variables += members(f"{numbered('loader', i)}.{name}", getattr(loader.original, name))
         objects, plain, assigned = dict[str, Value](), dict[str, Value](), dict[str, Value]()
         ignored = {id(item) for item in prepared_objects}
         for label, value, is_assigned in variables:
