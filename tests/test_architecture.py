@@ -14,7 +14,7 @@ import easymp
 from easymp.registry import ALIASES, PRECISIONS, STRATEGIES
 
 PACKAGE = Path(easymp.__file__).parent
-LAYERS, ROOT_MODULES, FILES, LINES, IN_CYCLES = 12, 12, 185, 50_560, 0  # ceilings
+LAYERS, ROOT_MODULES, FILES, LINES, IN_CYCLES = 12, 12, 185, 50_570, 0  # ceilings
 NAMES = {*PRECISIONS, *ALIASES, *STRATEGIES} - {"no"}  # which is an answer, too
 # These know names: readers of other libraries' files, strategies and precisions, cards with bf16 units, the plan, the
 # lists.

@@ -362,7 +362,7 @@ class Engine:
                 return self._with_hooks(lambda: step(*numbers))
             except KernelError as error:
                 self.fall_back_to_torch(str(error))
-        if type(self._inner) is torch.optim.SGD:
+        if type(self._inner) is torch.optim.SGD and any(g["fused"] and g["momentum"] for g in self._inner.param_groups):
             trained = [p.requires_grad for p in parameters_of(self._inner)], len(self._inner.state)
             if trained != self._trained:  # a parameter has been unfrozen, or its state dropped
                 fill_momentum(self._inner)

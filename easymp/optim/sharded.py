@@ -379,7 +379,7 @@ class ShardedOptimizer(WrappingOptimizer):
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """Whole parameter → its state. Sharded tensors are DTensors on the shards' memory. The mapping is read-only."""
+        """Whole parameter → its state, read-only. Sharded tensors are DTensors on the shards' memory."""
         return _States(self)
 
     def laid_out(self, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -143,12 +143,12 @@ def _refusal(kind: type, group: dict[str, Any], sparse: Mapping[int, str]) -> st
 def step_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Give the step of `optimizer` the local shards of its DTensors; returns whether it is one of `SHARDED`.
 
-    torch's fused and foreach steps plan a list of DTensors in time that grows with the square of its length, and take
-    no list of DTensors and plain tensors. The states stay DTensors.
+    torch's fused and foreach steps plan a list of DTensors in time that grows faster than its length, and take no list
+    of DTensors and plain tensors. The states stay DTensors.
     """
     if type(optimizer) not in SHARDED:
         return False
-    collect = optimizer._init_group  # type: ignore[attr-defined]  # not in torch's types
+    collect = partial(type(optimizer)._init_group, optimizer)  # type: ignore[attr-defined]  # not in torch's types
 
     def collect_shards(group: dict[str, Any], parameters: list[Tensor], *states: list[Tensor]) -> Any:
         for parameter in group["params"]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..base.pytree import leaves
 from ..distributed import World
@@ -65,6 +66,7 @@ class DDP(Single):
         self._hook = make_hook(options, world.size)
         self._muons: weakref.WeakSet[Muon] = weakref.WeakSet()
         self._replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
+        self._step_hooks: list[RemovableHandle] = []  # of optimizers
 
     @staticmethod
     def option_words(options: Any) -> Collection[str]:
@@ -123,20 +125,24 @@ class DDP(Single):
         return check_all if checks else None
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
-        optimizer.register_step_pre_hook(self.check_reduced)
+        self._check_steps(optimizer)
         if isinstance(optimizer, Muon):
             self._muons.add(optimizer)
             self._share_steps(True)
         return optimizer
 
-    def check_reduced(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before a step: raise StepError if the last backward of a model has not averaged all gradients."""
+    def _check_steps(self, optimizer: Optimizer) -> None:
+        """Let each step of `optimizer` refuse gradients that the last backward has not averaged."""
+        self._step_hooks.append(optimizer.register_step_pre_hook(self._check_reduced))
+
+    def _check_reduced(self, optimizer: Optimizer, *_: Any) -> None:
         for replica in self._replicas:
             try:
                 replica.check_reduced()
             except StepError:
+                # An optimizer of other models may step. One with fp32 masters may not: they belong to no model.
                 averaged = {id(p) for model in self._replicas if model is not replica for p in model.parameters()}
-                if not averaged.issuperset(map(id, parameters_of(optimizer))):  # nor does an fp32 master tell its model
+                if not averaged.issuperset(map(id, parameters_of(optimizer))):
                     raise
 
     def _share_steps(self, enabled: bool) -> None:
@@ -156,6 +162,8 @@ class DDP(Single):
 
     def release(self, model: nn.Module, module: nn.Module) -> nn.Module:
         self._share_steps(False)
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
         if isinstance(model, Replica):
             self._replicas.discard(model)
             for hook in model.hooks:

@@ -110,7 +110,7 @@ class ZeRO1(DDP):
         return module
 
     def spread(self, optimizer: Optimizer) -> Optimizer:
-        optimizer.register_step_pre_hook(self.check_reduced)
+        self._check_steps(optimizer)
         return ShardedOptimizer(optimizer, self._world, self._cap, self._frozen)
 
     @staticmethod

@@ -83,7 +83,10 @@ class Gradients:
     def _update_scale(self) -> None:
         """Let the loss scale follow the last steps, and gradients that no step has used follow the loss scale."""
         scaler, optimizers = self._run.scaler, self._prepared.optimizers
-        waiting = [o for o in optimizers if scaler.scales and o.turn.phase is Phase.ACCUMULATING and not o.turn.spent]
+        waiting = [o for o in optimizers if o.turn.phase is Phase.ACCUMULATING and not o.turn.spent]
+        if not (waiting and scaler.scales):
+            scaler.update()
+            return
         before = torch.as_tensor(scaler.current_scale).clone()
         scaler.update()
         for optimizer in waiting:

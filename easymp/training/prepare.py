@@ -105,7 +105,7 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
-        self._prepared_by_id: dict[int, Any] = {}  # ids of the user's object and of the prepared one → the prepared one
+        self._prepared_by_id: dict[int, Any] = {}  # id of the script's object, or of the prepared one → that
         self.owner: dict[int, str] = {}  # id of a prepared parameter → its name
         self.identities: dict[int, Identity] = {}  # by id of a model
         self.stepped_by: dict[int, PreparedOptimizer] = {}  # by id of a parameter
@@ -442,7 +442,7 @@ class Preparation:
         if self._run.precision.keeps_updates and not prepared.has_masters and not rounds:
             self._refuse_unfrozen(added)
         models = [route.original for route in self.models]
-        is_fused = self._why_not_fused.get(prepared, "fused=False") is None
+        is_fused = prepared in self._why_not_fused and self._why_not_fused[prepared] is None
         if is_fused and not optim.fuses(optimizer, {**group, "params": added}, models):
             group.setdefault("fused", False)
         type(optimizer).add_param_group(optimizer, group)

@@ -321,7 +321,7 @@ def explain_backward(error: RuntimeError) -> None:
         ) from error
     if lacks_operation(error):
         raise StepError(
-            "the loss is computed from parameters outside of the model's forward, such as a penalty on weights, and "
+            "the loss probably reads parameters outside of the model's forward, such as a penalty on weights, and "
             "there they are shards: use the optimizer's weight_decay, or strategy='ddp'. torch said: "
             f"{torch_message}"
         ) from error

@@ -241,7 +241,7 @@ def members(label: str, value: Any) -> Iterator[Variable]:
 
 @cache
 def assignments(code: CodeType) -> dict[str, tuple[int, bool]]:
-    """Names that a function assigns → the first line that does, and whether loops assign them before they read them."""
+    """Names that a function assigns → the first line that does, and whether loops assign before they read."""
     instructions = list(dis.get_instructions(code))
     loops = [(i.argval, i.offset) for i in instructions if "BACKWARD" in i.opname and isinstance(i.argval, int)]
     lines = dict.fromkeys(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_firstlineno)
