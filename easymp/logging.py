@@ -94,7 +94,8 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: b
     """
     if main_process_only:
         kwargs["disable"] = kwargs.get("disable", False) or _number(*LOCAL_RANKS, *RANKS) != 0
-    is_drawn = (kwargs.get("file") or sys.stderr).isatty() or "ipykernel" in sys.modules
+    file = kwargs.get("file") or sys.stderr
+    is_drawn = file.isatty() or (file is sys.stderr and "ipykernel" in sys.modules)
     return (tqdm_class() if is_drawn else _last_line_class())(iterable, *args, **kwargs)
 
 
